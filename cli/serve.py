@@ -1,0 +1,144 @@
+"""`kvaccord serve`: one coordinator on one address."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+import uvicorn
+
+from coordinator.api import create_app
+from coordinator.events import Budgets
+from coordinator.faults import Faults
+from coordinator.logs import EngineLog, StoreUnreadable, open_log
+from coordinator.service import Service, Settings
+
+PORT = 8970
+USAGE = 1
+
+
+def serve(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = PORT,
+    store: Annotated[
+        str, typer.Option(help="memory, or sqlite:///PATH (four slashes: absolute).")
+    ] = "sqlite:///kvaccord.db",
+    gather_s: Annotated[float, typer.Option(help="Seconds until all ranks have joined.")] = 1800,
+    report_s: Annotated[float, typer.Option(help="Seconds from then until all reported.")] = 7200,
+    apply_s: Annotated[float, typer.Option(help="Seconds from PASSED until all built.")] = 1800,
+    lost_after_s: Annotated[
+        float, typer.Option(help="Seconds a process may stay away once numbers are agreed.")
+    ] = 30,
+    enable_faults: Annotated[
+        bool, typer.Option("--enable-faults", help="Staging only; needs --chaos-token-file.")
+    ] = False,
+    chaos_token_file: Annotated[
+        Path | None, typer.Option(help="File with the token that may arm faults.")
+    ] = None,
+) -> None:
+    """Serve the coordinator until SIGTERM or Ctrl-C."""
+    for name, seconds in (
+        ("--gather-s", gather_s),
+        ("--report-s", report_s),
+        ("--apply-s", apply_s),
+        ("--lost-after-s", lost_after_s),
+    ):
+        if not 0 < seconds <= 10**7:  # NaN fails this too
+            _refuse(f"{name} {seconds:g}: expected more than 0 and at most 10000000 seconds")
+    faults, token = None, ""
+    if enable_faults:
+        token = _chaos_token(chaos_token_file)
+        faults = Faults()
+    elif chaos_token_file is not None:
+        _refuse("--chaos-token-file without --enable-faults: name both or neither")
+    listener = _listen(host, port)
+    log = _open(store)
+    settings = Settings(
+        budgets=Budgets(gather_s=gather_s, report_s=report_s, apply_s=apply_s),
+        lost_after_s=lost_after_s,
+    )
+    service = Service(log, settings)
+    app = create_app(service, faults_=faults, chaos_token=token)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    if store == "memory":
+        logging.getLogger("kvaccord").warning("--store memory: rounds end with this process")
+    if faults is not None:
+        logging.getLogger("kvaccord").warning("fault injection is enabled: never in production")
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=3,
+    )
+    shown = f"[{host}]" if ":" in host else host
+    typer.echo(f"kvaccord serves http://{shown}:{listener.getsockname()[1]}/ on {store}")
+    _Server(config, service).run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """Ends its streams and long polls on the first signal, so that it stops at once."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._service.stop()
+        super().handle_exit(sig, frame)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket whose connections the kernel itself watches.
+
+    A vanished host ends its stream within about 10 s; a process that is only busy or stopped keeps
+    it, for the kernel answers in its place. Accepted sockets inherit these options on Linux.
+    """
+    try:
+        listener = socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048
+        )
+    except OSError as error:
+        _refuse(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port")
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", 2),
+        ("TCP_KEEPINTVL", 2),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", 8000),
+    ):
+        if hasattr(socket, option):  # not every kernel has each of them
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return listener
+
+
+def _open(store: str) -> EngineLog:
+    try:
+        return open_log(store)
+    except (ValueError, StoreUnreadable) as error:
+        _refuse(str(error))
+
+
+def _chaos_token(path: Path | None) -> str:
+    if path is None:
+        _refuse("--enable-faults needs --chaos-token-file FILE: two settings arm it, never one")
+    try:
+        token = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        _refuse(f"--chaos-token-file {path}: {error}; write a token of 16 characters or more to it")
+    if len(token) < 16 or not token.isascii():
+        _refuse(
+            f"--chaos-token-file {path}: the token must have 16 ASCII characters or more; make one"
+            f" with: openssl rand -hex 32 > {path}"
+        )
+    return token
+
+
+def _refuse(sentence: str) -> NoReturn:
+    typer.echo(f"kvaccord serve: {sentence}", err=True)
+    raise typer.Exit(USAGE)

@@ -1,0 +1,180 @@
+"""A round's calls and documents."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Header, Request, Response
+
+from coordinator.api.common import (
+    LONG_POLL_S,
+    AnyRound,
+    Place,
+    Process,
+    RoundNumber,
+    WaitS,
+    decision_or_wait,
+    effect_on,
+    finished,
+    frozen,
+    json_response,
+    missing,
+    service_of,
+    waiting,
+)
+from coordinator.api.session import SessionStream
+from coordinator.engine import Round
+from coordinator.verdict import faults, report_document
+from kvaccord.errors import NotFound
+from kvaccord.messages import Applied, Leave, RankKey, Report, Veto
+
+router = APIRouter(prefix="/v1/engines/{ns}/{engine}/rounds/{n}")
+
+Reports = Annotated[dict[RankKey, Report], Body(min_length=1)]
+
+
+@router.put("/reports")
+async def report(
+    request: Request, process: Process, n: RoundNumber, body: Reports, wait_s: WaitS = 0
+) -> Response:
+    """Report and hear the decision. 200: decided. 202: not yet, repeat this same request."""
+    service = service_of(request)
+    effect = await effect_on(request, process.name, "report", tuple(sorted(body)), body)
+    round_ = await service.report(
+        process.name,
+        n,
+        process.attempt,
+        body,
+        planned=effect.planned,
+        wait_s=min(wait_s, LONG_POLL_S),
+        touched=effect.touched,
+    )
+    return decision_or_wait(service, process.name, round_, effect)
+
+
+@router.put("/applied")
+async def applied(
+    request: Request, process: Process, n: RoundNumber, body: Applied, wait_s: WaitS = 0
+) -> Response:
+    """Say what was built and hear the outcome. 200: ended. 202: not yet, repeat."""
+    service = service_of(request)
+    effect = await effect_on(request, process.name, "applied", process.join.ranks)
+    round_ = await service.applied(
+        process.name,
+        n,
+        process.attempt,
+        body,
+        wait_s=min(wait_s, LONG_POLL_S),
+        touched=effect.touched,
+    )
+    if round_.ended:
+        return frozen(round_.outcome or round_.decision, round_, effect)
+    return finished(waiting(service, process.name, round_), effect)
+
+
+@router.put("/veto")
+async def veto(request: Request, process: Process, n: RoundNumber, body: Veto) -> Response:
+    """A rank's no, with its first cause. 200 with the document that ended the round, else 202."""
+    service = service_of(request)
+    effect = await effect_on(request, process.name, "veto", (body.rank,))
+    round_ = await service.veto(process.name, n, process.attempt, body, effect.touched)
+    if round_.ended:
+        return frozen(round_.outcome or round_.decision, round_, effect)
+    return finished(waiting(service, process.name, round_), effect)
+
+
+@router.put("/leave")
+async def leave(request: Request, process: Process, n: RoundNumber, body: Leave) -> Response:
+    """A process goes away. Before the seal that ends the round for all."""
+    service = service_of(request)
+    effect = await effect_on(request, process.name, "leave", process.join.ranks)
+    round_ = await service.leave(process.name, n, process.attempt, body, effect.touched)
+    if round_.ended:
+        return frozen(round_.outcome or round_.decision, round_, effect)
+    return finished(waiting(service, process.name, round_), effect)
+
+
+@router.get("/session")
+async def session(
+    request: Request,
+    process: Process,
+    n: RoundNumber,
+    last_event_id: Annotated[str | None, Header(pattern=r"^[0-9]{1,15}\.[0-9]{1,15}$")] = None,
+) -> Response:
+    """The stream that says that this process is there, and tells it every fact of its round."""
+    service = service_of(request)
+    connection = await service.attach(process.name, n, process.attempt)
+    return SessionStream(service, connection, last_event_id)
+
+
+@router.get("/decision")
+async def decision(request: Request, name: Place, n: AnyRound) -> Response:
+    """The decision's bytes; 404 while there is none."""
+    round_ = service_of(request).round(name, n)
+    if not round_.decision:
+        raise NotFound(f"{name} round {round_.number} is not decided yet", field="round")
+    return frozen(round_.decision, round_)
+
+
+@router.get("/outcome")
+async def outcome(request: Request, name: Place, n: AnyRound) -> Response:
+    """The outcome's bytes after PASSED; the decision's after FAILED; 404 while it is open."""
+    round_ = service_of(request).round(name, n)
+    if not round_.ended:
+        raise NotFound(f"{name} round {round_.number} has not ended yet", field="round")
+    return frozen(round_.outcome or round_.decision, round_)
+
+
+@router.get("/status")
+async def status(request: Request, name: Place, n: AnyRound) -> Response:
+    """The live document: who is there, whom the round waits for. It promises nothing."""
+    service = service_of(request)
+    round_ = service.round(name, n)
+    watched = service.presence.watched(name, round_.number)
+    return json_response(
+        {
+            "engine": str(name),
+            "round": round_.number,
+            "state": round_.state,
+            "launch": round_.launch.model_dump(),
+            "layout": round_.layout.model_dump(mode="json"),
+            "missing": missing(round_),
+            "remaining_s": service.remaining_s(name, round_),
+            "causes": [c.model_dump(mode="json", exclude_none=True) for c in round_.causes],
+            "faults": faults(round_.touches),
+            "members": [
+                {
+                    "attempt": m.attempt,
+                    "ranks": list(m.ranks),
+                    "host": m.join.host,
+                    "pid": m.join.pid,
+                    "presence": _presence(round_, m.attempt, watched),
+                    "reported": m.seated and m.ranks[0] in round_.sent,
+                    "applied": m.applied is not None,
+                }
+                for m in round_.members.values()
+            ],
+        }
+    )
+
+
+@router.get("/reports")
+async def reports(request: Request, name: Place, n: AnyRound) -> Response:
+    """What every rank sent, and what was planned where a fault rule changed it."""
+    round_ = service_of(request).round(name, n)
+    rows: dict[str, Any] = {}
+    for rank in sorted(round_.sent):
+        sent, planned = round_.sent[rank], round_.planned[rank]
+        rows[str(rank)] = {"sent": report_document(sent)}
+        if planned != sent:
+            rows[str(rank)]["planned"] = report_document(planned)
+    return json_response({"engine": str(name), "round": round_.number, "reports": rows})
+
+
+def _presence(round_: Round, attempt: int, watched: frozenset[int]) -> str:
+    member = round_.members[attempt]
+    if member.gone:
+        return "gone"
+    if member.suspect:
+        return "suspect"
+    return "present" if attempt in watched else "unwatched"

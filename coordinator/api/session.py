@@ -1,0 +1,86 @@
+"""The session stream: presence one way, every fact of a round the other. Server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+
+from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from coordinator.cell import Cell, Fact
+from coordinator.presence import Connection
+from coordinator.service import Service
+
+COMMENT_S = 5.0
+REATTACH_S = 1.0
+
+
+class SessionStream(Response):
+    """Streams until the peer goes, the round has ended badly, or the coordinator stops.
+
+    Who ended it matters: only a stream that the peer ended makes a member suspect. So this is
+    no StreamingResponse, which answers both with a cancellation.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, service: Service, connection: Connection, after: str | None) -> None:
+        super().__init__()
+        self._service = service
+        self._connection = connection
+        self._after = tuple(map(int, after.split("."))) if after else (-1, -1)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        by_peer = False
+        pushing = asyncio.create_task(self._push(send))
+        leaving = asyncio.create_task(_disconnected(receive))
+        try:
+            done, _ = await asyncio.wait({pushing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            by_peer = leaving in done or pushing.exception() is not None
+        finally:
+            for task in (pushing, leaving):
+                task.cancel()
+            self._service.presence.detach(self._connection, by_peer=by_peer)
+            await asyncio.gather(pushing, leaving, return_exceptions=True)
+
+    async def _push(self, send: Send) -> None:
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async with contextlib.aclosing(self._events()) as events:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncGenerator[bytes]:
+        seat = self._connection.seat
+        cell: Cell = self._service.cell(seat.name)
+        yield KEEPALIVE_COMMENT  # at once: whoever reads it knows that the session is open
+        while not self._service.stopping:
+            fresh = [f for f in cell.facts[seat.round] if (f.entry, f.index) > self._after]
+            for fact in fresh:
+                yield _event(fact)
+                self._after = (fact.entry, fact.index)
+            if cell.engine.rounds[seat.round].ended in ("FAILED", "ABORTED"):
+                return
+            if not fresh:
+                began = cell.engine.entries
+                await cell.change(COMMENT_S)
+                if cell.engine.entries == began:
+                    yield KEEPALIVE_COMMENT
+        yield format_sse_event(event="move", data_str=f'{{"after_s":{REATTACH_S}}}')
+
+
+def _event(fact: Fact) -> bytes:
+    return format_sse_event(event=fact.kind, id=fact.id, data_str=fact.data)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

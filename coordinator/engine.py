@@ -1,0 +1,251 @@
+"""What an engine's log amounts to: the state, and what each event means. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Literal, assert_never
+
+from coordinator.events import (
+    Applied,
+    Budgets,
+    Cause,
+    Claimed,
+    Cleared,
+    Decided,
+    Ended,
+    EngineName,
+    Event,
+    Objected,
+    Opened,
+    Reported,
+    Reserved,
+    Suspected,
+    Touch,
+    Touched,
+)
+from kvaccord.layout import Layout
+from kvaccord.messages import Join, Launch, Report
+
+# Attempts given out and not claimed yet. Twice the largest world: a whole start may join before
+# its first claim, and so may the start after it.
+KEPT_RESERVATIONS = 2048
+KEPT_RUNS = 64
+
+Phase = Literal["gather", "report", "apply"]
+
+
+@dataclass(frozen=True)
+class Reservation:
+    join: Join
+    touched: tuple[Touch, ...] = ()
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process that claimed. seated: it holds the slots of its ranks."""
+
+    attempt: int
+    join: Join
+    seated: bool
+    suspect: str | None = None  # the connection whose end made it so
+    gone: bool = False
+    applied: Mapping[str, int] | None = None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.join.ranks
+
+
+@dataclass(frozen=True)
+class Round:
+    number: int
+    launch: Launch
+    layout: Layout
+    mode: str
+    budgets: Budgets
+    members: Mapping[int, Member] = field(default_factory=dict)  # by attempt
+    slots: Mapping[int, int] = field(default_factory=dict)  # rank -> attempt
+    sent: Mapping[int, Report] = field(default_factory=dict)  # by rank, as sent
+    planned: Mapping[int, Report] = field(default_factory=dict)  # by rank, as planned
+    causes: tuple[Cause, ...] = ()
+    touches: tuple[Touch, ...] = ()
+    verdict: Literal["PASSED", "FAILED"] | None = None
+    decision: bytes = b""
+    ended: Literal["FAILED", "SEALED", "ABORTED"] | None = None
+    outcome: bytes = b""
+
+    @property
+    def open(self) -> bool:
+        return self.ended is None
+
+    @property
+    def phase(self) -> Phase | None:
+        """The budget that runs; None once the round has ended."""
+        if self.ended:
+            return None
+        if self.verdict:
+            return "apply"
+        return "report" if len(self.slots) == self.layout.world_size else "gather"
+
+    @property
+    def state(self) -> str:
+        if self.ended or self.verdict:
+            return self.ended or "PASSED"
+        return "GATHERING" if self.phase == "gather" else "REPORTING"
+
+    def holder(self, rank: int) -> Member | None:
+        return self.members[self.slots[rank]] if rank in self.slots else None
+
+    def host(self, rank: int) -> str | None:
+        holder = self.holder(rank)
+        return holder.join.host if holder else None
+
+    @property
+    def seated(self) -> list[Member]:
+        return [m for m in self.members.values() if m.seated]
+
+    @property
+    def suspects(self) -> list[Member]:
+        return [m for m in self.seated if m.suspect and not m.gone]
+
+    @property
+    def waiting_for(self) -> list[int]:
+        """The ranks that the running budget waits for."""
+        match self.phase:
+            case "gather":
+                return [r for r in range(self.layout.world_size) if r not in self.slots]
+            case "report":
+                return [r for r in range(self.layout.world_size) if r not in self.sent]
+            case "apply":
+                return sorted(r for m in self.seated if m.applied is None for r in m.ranks)
+        return []
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The log of one engine, folded. entries: how many the log holds."""
+
+    name: EngineName
+    store_id: str
+    entries: int = 0
+    last_attempt: int = 0
+    reservations: Mapping[int, Reservation] = field(default_factory=dict)  # not claimed yet
+    rounds: Mapping[int, Round] = field(default_factory=dict)
+    runs: tuple[str, ...] = ()  # the latest runs, oldest first; the last one is current
+    run_since: int = 0  # the last attempt given out before the current run's first round
+
+    @property
+    def last(self) -> Round | None:
+        return next(self.newest_first(), None)
+
+    def newest_first(self) -> Iterator[Round]:
+        return (self.rounds[number] for number in sorted(self.rounds, reverse=True))
+
+    @property
+    def in_force(self) -> Round | None:
+        """The last SEALED round: the plan that stands until a later one is SEALED."""
+        return next((r for r in self.newest_first() if r.ended == "SEALED"), None)
+
+    def round_of(self, attempt: int) -> Round | None:
+        """The round a claimed attempt belongs to: one process, one round."""
+        return next((r for r in self.newest_first() if attempt in r.members), None)
+
+
+def evolve_entry(engine: Engine, events: Iterable[Event]) -> Engine:
+    """Apply one entry of the log."""
+    return replace(reduce(evolve, events, engine), entries=engine.entries + 1)
+
+
+def evolve(engine: Engine, event: Event) -> Engine:
+    """What an event means. Total: an event that was kept can always be applied again."""
+    match event:
+        case Reserved(attempt=attempt, join=join, touched=touched):
+            kept = {**engine.reservations, attempt: Reservation(join, touched)}
+            for oldest in list(kept)[: len(kept) - KEPT_RESERVATIONS]:
+                del kept[oldest]
+            return replace(engine, last_attempt=attempt, reservations=kept)
+        case Opened():
+            return _opened(engine, event)
+        case Claimed(round=number, attempt=attempt):
+            return _claimed(engine, engine.rounds[number], attempt)
+        case _:
+            round_ = _in_round(engine.rounds[event.round], event)
+            return replace(engine, rounds={**engine.rounds, event.round: round_})
+
+
+def _opened(engine: Engine, event: Opened) -> Engine:
+    run, runs, since = event.launch.run, engine.runs, engine.run_since
+    if not runs or runs[-1] != run:
+        runs = (*(r for r in runs if r != run), run)[-KEPT_RUNS:]
+        since = engine.last_attempt
+    opened = Round(event.round, event.launch, event.layout, event.mode, event.budgets)
+    return replace(
+        engine, rounds={**engine.rounds, event.round: opened}, runs=runs, run_since=since
+    )
+
+
+def _claimed(engine: Engine, round_: Round, attempt: int) -> Engine:
+    join = engine.reservations[attempt].join
+    seated = round_.open and fits_in(round_, join)
+    slots = {**round_.slots, **dict.fromkeys(join.ranks, attempt)} if seated else round_.slots
+    member = Member(attempt, join, seated)
+    round_ = replace(round_, members={**round_.members, attempt: member}, slots=slots)
+    # A reservation lapses when a higher attempt of one of its ranks is claimed.
+    ranks = set(join.ranks)
+    left = {
+        a: r
+        for a, r in engine.reservations.items()
+        if a > attempt or (a < attempt and ranks.isdisjoint(r.join.ranks))
+    }
+    return replace(engine, rounds={**engine.rounds, round_.number: round_}, reservations=left)
+
+
+def same_terms(round_: Round, join: Join) -> bool:
+    """Whether a process was started with the terms that the round's first claim bound."""
+    return join.layout == round_.layout and join.mode == round_.mode
+
+
+def fits_in(round_: Round, join: Join) -> bool:
+    return same_terms(round_, join) and round_.slots.keys().isdisjoint(join.ranks)
+
+
+def _in_round(
+    round_: Round,
+    event: Reported | Objected | Suspected | Cleared | Applied | Touched | Decided | Ended,
+) -> Round:
+    match event:
+        case Reported(reports=reports, planned=planned):
+            return replace(
+                round_,
+                sent={**round_.sent, **reports},
+                planned={**round_.planned, **reports, **planned},
+            )
+        case Objected(attempt=attempt, gone=gone, cause=cause):
+            round_ = replace(round_, causes=(*round_.causes, cause))
+            return _with_member(round_, attempt, gone=True) if gone else round_
+        case Suspected(attempt=attempt, connection=connection):
+            return _with_member(round_, attempt, suspect=connection)
+        case Cleared(attempt=attempt):
+            return _with_member(round_, attempt, suspect=None)
+        case Applied(attempt=attempt, built=built):
+            return _with_member(round_, attempt, applied=built)
+        case Touched(touches=touches):
+            return replace(round_, touches=(*round_.touches, *touches))
+        case Decided(result=result, document=document):
+            return replace(
+                round_,
+                verdict=result,
+                decision=document.encode(),
+                ended="FAILED" if result == "FAILED" else None,
+            )
+        case Ended(result=result, document=document):
+            return replace(round_, ended=result, outcome=document.encode())
+        case _:
+            assert_never(event)
+
+
+def _with_member(round_: Round, attempt: int, **changes: object) -> Round:
+    member = replace(round_.members[attempt], **changes)  # type: ignore[arg-type]
+    return replace(round_, members={**round_.members, attempt: member})

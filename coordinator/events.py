@@ -1,0 +1,194 @@
+"""What an engine's log holds: entries of events, and how they are stored.
+
+Stored events carry a version; every version since the first release can be read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from kvaccord.layout import Layout
+from kvaccord.messages import Join, Launch, Rank, Report
+
+STORED_VERSION = 1
+
+
+class Stored(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Touch(Stored):
+    """What a fault rule did to a call: the proof that stands in the decision."""
+
+    rule: str
+    kind: str
+    call: str
+    ranks: tuple[Rank, ...]
+    field: str | None = None
+    before: int | None = None
+    after: int | None = None
+
+
+class Budgets(Stored):
+    """Hard ends in seconds: opening to all claimed, from then to all reported, PASSED to sealed."""
+
+    gather_s: float = 1800.0
+    report_s: float = 7200.0
+    apply_s: float = 1800.0
+
+
+class Reserved(Stored):
+    """An attempt number was given out. It binds nothing until it is claimed."""
+
+    event: Literal["reserved"] = "reserved"
+    attempt: int
+    join: Join
+    touched: tuple[Touch, ...] = ()
+
+
+class Opened(Stored):
+    """The first claim opened a round and bound these terms."""
+
+    event: Literal["opened"] = "opened"
+    round: int
+    launch: Launch
+    layout: Layout
+    mode: str
+    budgets: Budgets
+
+
+class Claimed(Stored):
+    """A process entered the round. It holds its slots unless it differs or they are taken."""
+
+    event: Literal["claimed"] = "claimed"
+    round: int
+    attempt: int
+
+
+class Reported(Stored):
+    """What a process sent; `planned` has the ranks that a fault rule changed, as changed."""
+
+    event: Literal["reported"] = "reported"
+    round: int
+    attempt: int
+    reports: dict[int, Report]
+    planned: dict[int, Report] = {}
+
+
+class Cause(Stored):
+    """Why a round cannot go on. ranks: those it blames, may be empty."""
+
+    code: str
+    ranks: tuple[Rank, ...]
+    host: str | None = None
+    text: str
+    retryable: bool = True
+
+
+class Objected(Stored):
+    """A cause was found: veto, leave, loss, difference, duplicate. `attempt` is gone if it said so.
+
+    trace: the end of the sender's traceback; kept here, never in the decision.
+    """
+
+    event: Literal["objected"] = "objected"
+    round: int
+    attempt: int
+    gone: bool
+    cause: Cause
+    trace: str | None = None
+
+
+class Suspected(Stored):
+    """A member's session ended without goodbye. `connection` names the session that ended."""
+
+    event: Literal["suspected"] = "suspected"
+    round: int
+    attempt: int
+    connection: str
+
+
+class Cleared(Stored):
+    event: Literal["cleared"] = "cleared"
+    round: int
+    attempt: int
+
+
+class Applied(Stored):
+    """A process built what the decision with this digest says."""
+
+    event: Literal["applied"] = "applied"
+    round: int
+    attempt: int
+    built: dict[str, int]
+
+
+class Touched(Stored):
+    event: Literal["touched"] = "touched"
+    round: int
+    touches: tuple[Touch, ...]
+
+
+class Decided(Stored):
+    """The verdict, as the bytes (UTF-8) that every rank is given for ever."""
+
+    event: Literal["decided"] = "decided"
+    round: int
+    result: Literal["PASSED", "FAILED"]
+    document: str
+
+
+class Ended(Stored):
+    """How a PASSED round ended, as the bytes that every rank is given for ever."""
+
+    event: Literal["ended"] = "ended"
+    round: int
+    result: Literal["SEALED", "ABORTED"]
+    document: str
+
+
+RoundEvent = (
+    Opened
+    | Claimed
+    | Reported
+    | Objected
+    | Suspected
+    | Cleared
+    | Applied
+    | Touched
+    | Decided
+    | Ended
+)
+Event = Reserved | RoundEvent
+
+
+@dataclass(frozen=True)
+class EngineName:
+    """`namespace/engine`: the full name of one replica of a served model."""
+
+    namespace: str
+    engine: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.engine}"
+
+
+class Entry(Stored):
+    """A batch of events that was, or will be, appended as one."""
+
+    version: int = STORED_VERSION
+    events: tuple[Annotated[Event, Field(discriminator="event")], ...]
+
+    def to_bytes(self) -> bytes:
+        return self.model_dump_json(exclude_none=True).encode()
+
+
+_entries: TypeAdapter[Entry] = TypeAdapter(Entry)
+
+
+def entry_from(body: bytes) -> Entry:
+    """Read a stored entry. Raises ValueError for a version that this coordinator does not know."""
+    return _entries.validate_json(body)

@@ -1,0 +1,1 @@
+"""The status page: plain HTML, no script, no asset from outside."""

@@ -1,0 +1,106 @@
+"""Which processes are there: sessions that are open, and what the end of one leads to.
+
+Presence is the kernel's word: a session is one long-lived stream, and its end without goodbye is
+a finding that the service carries to the log. Nothing here is stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from coordinator.events import EngineName
+from coordinator.round import Finding, Lose, Suspect
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One process in one round."""
+
+    name: EngineName
+    round: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Connection:
+    seat: Seat
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
+
+
+class Presence:
+    """Tracks the sessions that this coordinator holds.
+
+    report: takes a finding to the log; does not return before it is kept or is of no use any more.
+    patience_s: how long a suspect of this seat may stay away before it is lost, in seconds.
+    """
+
+    def __init__(
+        self,
+        report: Callable[[EngineName, Finding], Awaitable[None]],
+        patience_s: Callable[[Seat], float],
+    ) -> None:
+        self._report = report
+        self._patience_s = patience_s
+        self._open: dict[Seat, Connection] = {}
+        self._tasks: dict[Seat, asyncio.Task[None]] = {}
+
+    @property
+    def sessions(self) -> int:
+        return len(self._open)
+
+    def watched(self, name: EngineName, round_: int) -> frozenset[int]:
+        """The attempts of a round whose session is open."""
+        return frozenset(s.attempt for s in self._open if (s.name, s.round) == (name, round_))
+
+    def expect(self, seat: Seat, *, within_s: float) -> None:
+        """A process that claimed, or was here before this coordinator, must open its session."""
+        if seat not in self._open:
+            self._after(seat, Connection(seat), within_s)
+
+    def attach(self, seat: Seat) -> Connection:
+        """A session opened. Of two for one seat the newer counts."""
+        connection = self._open[seat] = Connection(seat)
+        self._forget(seat)
+        return connection
+
+    def detach(self, connection: Connection, *, by_peer: bool) -> None:
+        """A session ended. One that the coordinator closed itself starts no clock."""
+        if self._open.get(connection.seat) is not connection:
+            return
+        del self._open[connection.seat]
+        if by_peer:
+            self._after(connection.seat, connection, 0.0)
+
+    def forget_round(self, name: EngineName, round_: int) -> None:
+        """The round has ended: nobody is waited for any more."""
+        for seat in [s for s in self._tasks if (s.name, s.round) == (name, round_)]:
+            self._forget(seat)
+
+    def close(self) -> None:
+        for seat in list(self._tasks):
+            self._forget(seat)
+
+    def _after(self, seat: Seat, connection: Connection, wait_s: float) -> None:
+        self._forget(seat)
+        task = asyncio.create_task(self._follow(seat, connection, wait_s))
+        self._tasks[seat] = task
+        task.add_done_callback(lambda done: self._drop(seat, done))
+
+    async def _follow(self, seat: Seat, connection: Connection, wait_s: float) -> None:
+        await asyncio.sleep(wait_s)
+        await self._report(seat.name, Suspect(seat.round, seat.attempt, connection.id))
+        after_s = self._patience_s(seat)
+        await asyncio.sleep(after_s)
+        lose = Lose(seat.round, seat.attempt, connection.id, after_s)
+        await self._report(seat.name, lose)
+
+    def _forget(self, seat: Seat) -> None:
+        if task := self._tasks.pop(seat, None):
+            task.cancel()
+
+    def _drop(self, seat: Seat, done: asyncio.Task[None]) -> None:
+        if self._tasks.get(seat) is done:
+            del self._tasks[seat]

@@ -1,0 +1,721 @@
+"""All the rules of a round. Commands in, events out; no clock, no I/O, no chance.
+
+What a command cannot know from the log (time that was spent, sessions that ended) the shell found
+out and says in the command; the log has the last word on whether it still matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Literal, assert_never
+
+from coordinator.engine import (
+    Engine,
+    Member,
+    Phase,
+    Reservation,
+    Round,
+    evolve,
+    same_terms,
+)
+from coordinator.events import (
+    Applied,
+    Budgets,
+    Cause,
+    Claimed,
+    Cleared,
+    Decided,
+    Ended,
+    Event,
+    Objected,
+    Opened,
+    Reported,
+    Reserved,
+    RoundEvent,
+    Suspected,
+    Touch,
+    Touched,
+)
+from coordinator.verdict import (
+    NOT_RETRYABLE,
+    Verdict,
+    decision_document,
+    failed,
+    judge_reports,
+    outcome_document,
+)
+from kvaccord import messages
+from kvaccord.canonical import digest
+from kvaccord.decision import Decision
+from kvaccord.errors import (
+    Conflict,
+    DuplicateRank,
+    EngineNameInUse,
+    Invalid,
+    NotFound,
+    ProtocolTooOld,
+    Superseded,
+)
+from kvaccord.layout import named
+from kvaccord.messages import Join, Report
+from kvaccord.plan import differing_maps
+
+
+@dataclass(frozen=True)
+class Reserve:
+    join: Join
+    touched: tuple[Touch, ...] = ()
+
+
+@dataclass(frozen=True)
+class Claim:
+    """watched: the attempts of the last round whose session is open now (a finding)."""
+
+    attempt: int
+    budgets: Budgets
+    watched: frozenset[int] = frozenset()
+    touched: tuple[Touch, ...] = ()
+
+
+@dataclass(frozen=True)
+class Submit:
+    """A process reports. planned: the ranks that a fault rule changed, as changed."""
+
+    round: int
+    attempt: int
+    reports: Mapping[int, Report]
+    planned: Mapping[int, Report]
+    touched: tuple[Touch, ...] = ()
+
+
+@dataclass(frozen=True)
+class Veto:
+    round: int
+    attempt: int
+    veto: messages.Veto
+    touched: tuple[Touch, ...] = ()
+
+
+@dataclass(frozen=True)
+class Leave:
+    round: int
+    attempt: int
+    leave: messages.Leave
+    touched: tuple[Touch, ...] = ()
+
+
+@dataclass(frozen=True)
+class Apply:
+    round: int
+    attempt: int
+    applied: messages.Applied
+    touched: tuple[Touch, ...] = ()
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """Found: this session of a member ended without goodbye."""
+
+    round: int
+    attempt: int
+    connection: str
+
+
+@dataclass(frozen=True)
+class Clear:
+    """Found: a suspect is back. Appended before it is answered."""
+
+    round: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Lose:
+    """Found: a suspect did not come back in `after_s` seconds."""
+
+    round: int
+    attempt: int
+    connection: str
+    after_s: float
+
+
+@dataclass(frozen=True)
+class Spend:
+    """Found: a budget of the round, or the grace after its first cause, has been spent."""
+
+    round: int
+    what: Phase | Literal["grace"]
+
+
+Call = Reserve | Claim | Submit | Veto | Leave | Apply
+Finding = Suspect | Clear | Lose | Spend
+Command = Call | Finding
+
+
+def decide(engine: Engine, command: Command) -> tuple[Event, ...]:
+    """What happens to this engine's log, given what it holds. () is: nothing.
+
+    Raises a Refused when the sender is wrong; then nothing is kept.
+    """
+    match command:
+        case Reserve():
+            return _on_reserve(engine, command)
+        case Claim():
+            return _on_claim(engine, command)
+        case Submit():
+            return _on_submit(engine, command)
+        case Veto():
+            return _on_veto(engine, command)
+        case Leave():
+            return _on_leave(engine, command)
+        case Apply():
+            return _on_apply(engine, command)
+        case Suspect() | Clear() | Lose():
+            return _on_presence(engine, command)
+        case Spend():
+            return _on_spend(engine, command)
+        case _:
+            assert_never(command)
+
+
+# --- joining ------------------------------------------------------------------------------------
+
+
+def find_attempt(engine: Engine, join: Join) -> int | None:
+    """The attempt already given to this process: a repeated join gets the same answer."""
+    known = [(a, r.join) for a, r in engine.reservations.items()]
+    if engine.last:
+        known += [(m.attempt, m.join) for m in engine.last.members.values()]
+    for attempt, earlier in known:
+        if (earlier.nonce, earlier.ranks) == (join.nonce, join.ranks):
+            if earlier != join:
+                raise Conflict(
+                    f"nonce {join.nonce} already joined with another document for"
+                    f" {named(join.ranks)}; the first stands: use a new nonce for a new process",
+                    rank=join.ranks[0],
+                    field="nonce",
+                    value=join.nonce,
+                )
+            return attempt
+    return None
+
+
+def _on_reserve(engine: Engine, command: Reserve) -> tuple[Event, ...]:
+    if command.join.protocol != messages.PROTOCOL:
+        raise ProtocolTooOld(
+            f"this coordinator speaks protocol {messages.PROTOCOL}, {named(command.join.ranks)}"
+            f" asked for {command.join.protocol}; install the same kvaccord on both sides",
+            rank=command.join.ranks[0],
+            field="protocol",
+            value=str(command.join.protocol),
+        )
+    if find_attempt(engine, command.join) is not None:
+        return ()
+    return (Reserved(attempt=engine.last_attempt + 1, join=command.join, touched=command.touched),)
+
+
+def _on_claim(engine: Engine, command: Claim) -> tuple[Event, ...]:
+    if engine.round_of(command.attempt):
+        return ()
+    reserved = engine.reservations.get(command.attempt)
+    if reserved is None:
+        raise Superseded(
+            f"attempt {command.attempt} of {engine.name} has lapsed: a newer process holds its"
+            " ranks; this one must exit",
+            field="attempt",
+            value=str(command.attempt),
+        )
+    last, join = engine.last, reserved.join
+    if last is None:
+        return _open(engine, command, reserved)
+    if join.launch.run == last.launch.run and join.launch.restart == last.launch.restart:
+        return _claim_of_this_launch(engine, command, reserved, last)
+    _fence(engine, command.attempt, join, last)
+    same_run = join.launch.run == last.launch.run
+    alive = _alive(last, command.watched)
+    if alive and not same_run and last.ended in (None, "SEALED"):
+        other = alive[0]
+        raise EngineNameInUse(
+            f"{engine.name} is in use by launch {last.launch}, {named(other.ranks)} on"
+            f" {other.join.host}; this is launch {join.launch} on {join.host}: give one of them"
+            " another engine name, or wait for the other to end",
+            rank=join.ranks[0],
+            field="launch",
+            value=str(join.launch),
+            retry_after_s=1.0,
+        )
+    ended: tuple[Event, ...] = ()
+    if last.open:
+        ended = _end(
+            engine,
+            last,
+            Cause(
+                code="superseded",
+                ranks=(),
+                text=f"launch {join.launch} on {join.host} took over from launch {last.launch};"
+                " processes of the older launch must exit",
+            ),
+        )
+    return ended + _open(reduce(evolve, ended, engine), command, reserved)
+
+
+def _claim_of_this_launch(
+    engine: Engine, command: Claim, reserved: Reservation, last: Round
+) -> tuple[Event, ...]:
+    join = reserved.join
+    taken = [last.members[last.slots[r]] for r in join.ranks if r in last.slots]
+    if last.ended == "FAILED" and not taken and not _was_here(last, join):
+        # Nobody had claimed its slot: a late member of the start that failed. It hears why.
+        return _claimed(last, command, reserved)
+    if last.ended == "SEALED" and (alive := [m for m in taken if m.attempt in command.watched]):
+        raise DuplicateRank(
+            f"{named(join.ranks)} on {join.host} (pid {join.pid}): held by a living process on"
+            f" {alive[0].join.host} (pid {alive[0].join.pid}) in round {last.number}, which is"
+            " sealed and stands; stop one of the two",
+            rank=join.ranks[0],
+            field="ranks",
+            value=str(join.ranks[0]),
+        )
+    if not last.open:
+        return _open(engine, command, reserved)
+    claimed = _claimed(last, command, reserved)
+    if not same_terms(last, join):
+        return (*claimed, _differs(last, command.attempt, join))
+    if taken and all(m.gone or m.suspect for m in taken):
+        old = taken[0]
+        cause = Cause(
+            code="rank_replaced",
+            ranks=join.ranks,
+            host=join.host,
+            text=f"a new process on {join.host} (pid {join.pid}) took the place of the one on"
+            f" {old.join.host} (pid {old.join.pid}); a round is not joined twice",
+        )
+        ended = _end(engine, last, cause)
+        return ended + _open(reduce(evolve, ended, engine), command, reserved)
+    if taken:
+        old = taken[0]
+        return (*claimed, _duplicate(last, command.attempt, join, old))
+    return settle(engine, last.number, *claimed, *_inputs_differ(last, command.attempt, join))
+
+
+def _open(engine: Engine, command: Claim, reserved: Reservation) -> tuple[Event, ...]:
+    join = reserved.join
+    opened = Opened(
+        round=engine.last.number + 1 if engine.last else 1,
+        launch=join.launch,
+        layout=join.layout,
+        mode=join.mode,
+        budgets=command.budgets,
+    )
+    round_ = evolve(engine, opened).rounds[opened.round]
+    return (opened, *_claimed(round_, command, reserved))
+
+
+def _claimed(round_: Round, command: Claim, reserved: Reservation) -> tuple[RoundEvent, ...]:
+    claimed = Claimed(round=round_.number, attempt=command.attempt)
+    # A decided round's list of faults is frozen: what touches it later changes nothing.
+    touches = reserved.touched + command.touched if round_.open else ()
+    return (*_touched(round_.number, touches), claimed)
+
+
+def _fence(engine: Engine, attempt: int, join: Join, last: Round) -> None:
+    """Refuse what belongs to an older start, however late its packet arrives."""
+    launch = join.launch
+    if launch.run == last.launch.run:
+        old = launch.restart < last.launch.restart
+    else:
+        old = launch.run in engine.runs
+        if launch.source == "master":  # MASTER_ADDR:MASTER_PORT comes back by nature
+            old = old and attempt <= engine.run_since
+    if old:
+        raise Superseded(
+            f"{named(join.ranks)} on {join.host}: launch {launch} is older than launch"
+            f" {last.launch}, which has taken over {engine.name}; this process must exit",
+            rank=join.ranks[0],
+            field="launch",
+            value=str(launch),
+        )
+
+
+def _alive(round_: Round, watched: frozenset[int]) -> list[Member]:
+    if round_.open:
+        return [m for m in round_.seated if not m.gone and not m.suspect]
+    return [m for m in round_.seated if m.attempt in watched]
+
+
+def _was_here(round_: Round, join: Join) -> bool:
+    return any(not set(m.ranks).isdisjoint(join.ranks) for m in round_.members.values())
+
+
+def _differs(round_: Round, attempt: int, join: Join) -> Objected:
+    ours, theirs = join.layout.model_dump(), round_.layout.model_dump()
+    keys = [k for k in ours if ours[k] != theirs[k]]
+    said = {r: m.join.host for m in round_.seated for r in m.ranks}
+    text = (
+        f"layout differs: {named(join.ranks)} on {join.host} has"
+        f" {', '.join(f'{k} {ours[k]}' for k in keys)}, {named(sorted(said))} have"
+        f" {', '.join(f'{k} {theirs[k]}' for k in keys)};"
+        " start every rank with the same layout"
+    )
+    return _objected(round_, attempt, "inputs_disagree", join.ranks, join.host, text)
+
+
+def _inputs_differ(round_: Round, attempt: int, join: Join) -> list[Objected]:
+    said = {m.ranks[0]: m.join.inputs for m in round_.seated if m.join.inputs is not None}
+    if join.inputs is None or not said:
+        return []
+    return [
+        _objected(round_, attempt, found.code, found.ranks, join.host, found.text)
+        for found in differing_maps("inputs", {**said, join.ranks[0]: join.inputs})
+    ]
+
+
+def _duplicate(round_: Round, attempt: int, join: Join, old: Member) -> Objected:
+    both = sorted(set(join.ranks) & set(old.ranks))
+    text = (
+        f"claimed by two living processes of one launch: {old.join.host} (pid {old.join.pid}) and"
+        f" {join.host} (pid {join.pid}); correct the rank or the launch of one of them"
+    )
+    return _objected(round_, attempt, "duplicate_rank", both, join.host, text)
+
+
+# --- inside a round -----------------------------------------------------------------------------
+
+
+def member_of(engine: Engine, number: int, attempt: int) -> tuple[Round, Member]:
+    """The round and the process a call speaks of. Raises NotFound or Superseded."""
+    round_ = engine.rounds.get(number)
+    if round_ is None:
+        raise NotFound(f"{engine.name} has no round {number}", field="round", value=str(number))
+    member = round_.members.get(attempt)
+    if member is None:
+        own = engine.round_of(attempt)
+        raise Superseded(
+            f"attempt {attempt} of {engine.name} does not belong to round {number}"
+            + (f" but to round {own.number}" if own else ", it has not claimed")
+            + "; one process takes part in one round",
+            field="round",
+            value=str(number),
+        )
+    return round_, member
+
+
+def _on_submit(engine: Engine, command: Submit) -> tuple[Event, ...]:
+    round_, member = member_of(engine, command.round, command.attempt)
+    if foreign := sorted(set(command.reports) - set(member.ranks)):
+        raise Invalid(
+            f"{named(foreign)}: not among the ranks this process claimed ({list(member.ranks)});"
+            " report the ranks that joined",
+            rank=foreign[0],
+            field="reports",
+            value=str(foreign[0]),
+        )
+    if absent := sorted(set(member.ranks) - set(command.reports)):
+        raise Invalid(
+            f"{named(absent)}: no report; a process reports all of its ranks at once",
+            rank=absent[0],
+            field="reports",
+            value="absent",
+        )
+    if member.seated and member.ranks[0] in round_.sent:
+        for rank, report in command.reports.items():
+            if report != round_.sent[rank]:
+                raise Conflict(
+                    f"rank {rank} already reported {_difference(round_.sent[rank], report)} in"
+                    f" round {round_.number}; the first report stands: measure once, report once",
+                    rank=rank,
+                    field="reports",
+                    value=str(rank),
+                )
+        return ()
+    if round_.verdict or member.gone or not member.seated:
+        return ()
+    return settle(
+        engine,
+        round_.number,
+        *_touched(round_.number, command.touched),
+        Reported(
+            round=round_.number,
+            attempt=member.attempt,
+            reports=dict(command.reports),
+            planned=dict(command.planned),
+        ),
+    )
+
+
+def _difference(first: Report, second: Report) -> str:
+    for field in type(first).model_fields:
+        ours, theirs = getattr(first, field), getattr(second, field)
+        if ours != theirs:
+            return f"{field} {ours} and now says {theirs}"[:300]
+    return "the same"
+
+
+def _on_veto(engine: Engine, command: Veto) -> tuple[Event, ...]:
+    round_, member = member_of(engine, command.round, command.attempt)
+    veto = command.veto
+    if veto.rank not in member.ranks:
+        raise Invalid(
+            f"rank {veto.rank}: not among the ranks this process claimed ({list(member.ranks)});"
+            " a process vetoes for its own ranks",
+            rank=veto.rank,
+            field="rank",
+            value=str(veto.rank),
+        )
+    code = "apply_failed" if round_.verdict else "rank_vetoed"
+    return _said_no(round_, member, command.touched, code, (veto.rank,), veto)
+
+
+def _said_no(
+    round_: Round,
+    member: Member,
+    touched: tuple[Touch, ...],
+    code: str,
+    ranks: tuple[int, ...],
+    said: messages.Veto | messages.BuildFailed,
+) -> tuple[Event, ...]:
+    if not round_.open or member.gone:
+        return ()
+    return (
+        *_touched(round_.number, touched),
+        Objected(
+            round=round_.number,
+            attempt=member.attempt,
+            gone=True,
+            cause=Cause(
+                code=code,
+                ranks=ranks,
+                host=member.join.host,
+                text=f"[{said.code}] {said.text}" if said.code else said.text,
+                retryable=said.retryable,
+            ),
+            trace=said.trace,
+        ),
+    )
+
+
+def _on_leave(engine: Engine, command: Leave) -> tuple[Event, ...]:
+    round_, member = member_of(engine, command.round, command.attempt)
+    if not round_.open or member.gone:
+        return ()
+    reason = command.leave.reason or "no reason given"
+    left = _objected(
+        round_,
+        member.attempt,
+        "rank_left",
+        member.ranks,
+        member.join.host,
+        f"left before the round was sealed: {reason}",
+        gone=True,
+    )
+    return (*_touched(round_.number, command.touched), left)
+
+
+def _on_apply(engine: Engine, command: Apply) -> tuple[Event, ...]:
+    round_, member = member_of(engine, command.round, command.attempt)
+    said = command.applied
+    if not round_.decision:
+        raise Conflict(
+            f"{named(member.ranks)}: applied before round {round_.number} was decided; wait for"
+            " the decision",
+            rank=member.ranks[0],
+            field="digest",
+            value=said.digest,
+        )
+    if said.digest != digest(round_.decision):
+        raise Conflict(
+            f"{named(member.ranks)} built the decision {said.digest}, round {round_.number} has"
+            f" {digest(round_.decision)}; build only what this round decided",
+            rank=member.ranks[0],
+            field="digest",
+            value=said.digest,
+        )
+    if said.failed is not None:
+        return _said_no(round_, member, command.touched, "apply_failed", member.ranks, said.failed)
+    assert said.built is not None, "either built or failed"
+    if not round_.open or member.gone or member.applied is not None or not member.seated:
+        return ()
+    touched = _touched(round_.number, command.touched)
+    planned = Decision(round_.decision)
+    wrong = [r for r in member.ranks if planned.entries(r) != dict(said.built)]
+    if wrong:
+        text = (
+            f"built {dict(sorted(said.built.items()))}, the decision says"
+            f" {dict(sorted(planned.entries(wrong[0]).items()))}; a rank builds exactly its row"
+        )
+        objected = _objected(
+            round_,
+            member.attempt,
+            "applied_differently",
+            wrong,
+            member.join.host,
+            text,
+            gone=True,
+        )
+        return (*touched, objected)
+    applied = Applied(round=round_.number, attempt=member.attempt, built=said.built)
+    return settle(engine, round_.number, *touched, applied)
+
+
+# --- findings -----------------------------------------------------------------------------------
+
+
+def _on_presence(engine: Engine, command: Suspect | Clear | Lose) -> tuple[Event, ...]:
+    round_ = engine.rounds.get(command.round)
+    member = round_.members.get(command.attempt) if round_ else None
+    if round_ is None or member is None or not round_.open or member.gone or not member.seated:
+        return ()
+    match command:
+        case Suspect(connection=connection):
+            if member.suspect == connection:
+                return ()
+            return (Suspected(round=round_.number, attempt=member.attempt, connection=connection),)
+        case Clear():
+            if member.suspect is None:
+                return ()
+            cleared = Cleared(round=round_.number, attempt=member.attempt)
+            return settle(engine, round_.number, cleared)
+        case Lose(connection=connection, after_s=after_s):
+            if member.suspect != connection:  # back since, or another session's end
+                return ()
+            text = (
+                f"lost: its session ended and did not come back within {after_s:g} s"
+                f" (pid {member.join.pid}); look at this process's own log, and for the kernel's"
+                " out-of-memory killer"
+            )
+            return (
+                _objected(
+                    round_,
+                    member.attempt,
+                    "rank_lost",
+                    member.ranks,
+                    member.join.host,
+                    text,
+                    gone=True,
+                ),
+            )
+        case _:
+            assert_never(command)
+
+
+def _on_spend(engine: Engine, command: Spend) -> tuple[Event, ...]:
+    round_ = engine.rounds.get(command.round)
+    if round_ is None or not round_.open:
+        return ()
+    if command.what == "grace":
+        return _end(engine, round_) if round_.causes else ()
+    if command.what != round_.phase or round_.causes:
+        return ()
+    return _end(engine, round_, *_time_ran_out(round_))
+
+
+def _time_ran_out(round_: Round) -> Iterable[Cause]:
+    """One cause for every rank that the spent budget waited for."""
+    waited_for = round_.waiting_for
+    for rank in waited_for:
+        holder = round_.holder(rank)
+        if holder is None:
+            text = (
+                f"never joined within gather_s {round_.budgets.gather_s:g} s; start it, or see why"
+                " its process did not come up"
+            )
+        elif round_.verdict is None:
+            text = (
+                f"joined (pid {holder.join.pid}) but sent no report within report_s"
+                f" {round_.budgets.report_s:g} s; look at this process's own log"
+            )
+        else:
+            text = (
+                f"did not say that it built its pools within apply_s {round_.budgets.apply_s:g} s"
+                f" (pid {holder.join.pid}); look at this process's own log"
+            )
+        yield Cause(code="ranks_missing", ranks=(rank,), host=round_.host(rank), text=text)
+    if not waited_for:
+        # Everyone was heard; the round waited only for sessions to come back.
+        for member in round_.suspects:
+            yield Cause(
+                code="rank_lost",
+                ranks=member.ranks,
+                host=member.join.host,
+                text=f"lost: its session ended and was not back when time ran out"
+                f" (pid {member.join.pid}); look at this process's own log",
+            )
+
+
+# --- settling -----------------------------------------------------------------------------------
+
+
+def settle(engine: Engine, number: int, *found: Event) -> tuple[Event, ...]:
+    """The events found, and the decision or seal if they settle the round: one entry.
+
+    With a cause the round is settled by its grace (or budget), never here. While a member is
+    suspect it waits: whether it is back or lost is logged within seconds, and a verdict that a
+    dead rank would have to abort helps nobody.
+    """
+    after = reduce(evolve, found, engine)
+    round_ = after.rounds[number]
+    if not round_.open or round_.causes or round_.suspects or round_.waiting_for:
+        return found
+    if round_.phase == "report":
+        hosts = {rank: m.join.host for m in round_.seated for rank in m.ranks}
+        return (
+            *found,
+            _decided(after, round_, judge_reports(round_.layout, round_.planned, hosts)),
+        )
+    message = f"every rank built what decision {digest(round_.decision)[:19]} says"
+    return (*found, _ended(after, round_, Verdict("SEALED", "sealed", message)))
+
+
+def _end(engine: Engine, round_: Round, *more: Cause) -> tuple[RoundEvent, ...]:
+    """End a round for its causes: FAILED before the verdict, ABORTED after it."""
+    causes = (*round_.causes, *more)
+    if round_.verdict is None:
+        unheard = [r for r in range(round_.layout.world_size) if r not in round_.sent]
+        return (_decided(engine, round_, failed("FAILED", causes, not_heard=unheard)),)
+    return (_ended(engine, round_, failed("ABORTED", causes, not_heard=round_.waiting_for)),)
+
+
+def _decided(engine: Engine, round_: Round, verdict: Verdict) -> Decided:
+    return Decided(
+        round=round_.number,
+        result="PASSED" if verdict.outcome == "PASSED" else "FAILED",
+        document=decision_document(engine, round_, verdict),
+    )
+
+
+def _ended(engine: Engine, round_: Round, verdict: Verdict) -> Ended:
+    return Ended(
+        round=round_.number,
+        result="SEALED" if verdict.outcome == "SEALED" else "ABORTED",
+        document=outcome_document(engine, round_, verdict),
+    )
+
+
+def _touched(number: int, touches: tuple[Touch, ...]) -> tuple[Touched, ...]:
+    return (Touched(round=number, touches=touches),) if touches else ()
+
+
+def _objected(
+    round_: Round,
+    attempt: int,
+    code: str,
+    ranks: Iterable[int],
+    host: str,
+    text: str,
+    *,
+    gone: bool = False,
+) -> Objected:
+    return Objected(
+        round=round_.number,
+        attempt=attempt,
+        gone=gone,
+        cause=Cause(
+            code=code,
+            ranks=tuple(ranks),
+            host=host,
+            text=text,
+            retryable=code not in NOT_RETRYABLE,
+        ),
+    )

@@ -1,0 +1,420 @@
+"""The shell round the rules: decide, append, then tell. Time and presence enter here."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from coordinator.cell import TICK_S, Cell
+from coordinator.engine import Engine, Round
+from coordinator.events import Budgets, EngineName, Entry, Touch
+from coordinator.logs import EngineLog, LogConflict, LogUnavailable
+from coordinator.presence import Connection, Presence, Seat
+from coordinator.round import (
+    Apply,
+    Claim,
+    Clear,
+    Command,
+    Finding,
+    Leave,
+    Reserve,
+    Spend,
+    Submit,
+    Veto,
+    decide,
+    find_attempt,
+    member_of,
+)
+from kvaccord import messages
+from kvaccord.errors import NotFound, StoreReplaced, Superseded, Unauthorized, Unavailable
+from kvaccord.messages import PROTOCOL, Join, Report
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Durations in seconds; docs/operations.md lists them with what must exceed which."""
+
+    budgets: Budgets = field(default_factory=Budgets)
+    grace_s: float = 0.5
+    reattach_s: float = 1.0
+    lost_after_s: float = 30.0
+
+
+class Service:
+    """Everything the coordinator does, without HTTP.
+
+    Every method that changes something returns after the entry is durable. Raises the Refused of
+    the rules, and Unavailable when the store does not answer.
+    """
+
+    def __init__(self, log_: EngineLog, settings: Settings | None = None) -> None:
+        self.settings = settings or Settings()
+        self.presence = Presence(self._find, self._patience_s)
+        self.stopping = False
+        self.append_seconds: Callable[[float], None] = lambda _: None
+        self._log = log_
+        self._cells: dict[EngineName, Cell] = {}
+        self._watchers: dict[EngineName, asyncio.Task[None]] = {}
+
+    # --- life -----------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Read every log and take up every open round, before anyone is answered."""
+        for name in await self._log.names():
+            cell = self._cells[name] = Cell(name, self._log.store_id)
+            await self._refresh(cell)
+            self._watch(cell)
+            last = cell.engine.last
+            for member in last.seated if last and last.open else ():
+                # Claimed before this coordinator began to serve: judged only after it has served
+                # for as long as a process may take to find it again.
+                seat = Seat(name, last.number, member.attempt)  # type: ignore[union-attr]
+                self.presence.expect(seat, within_s=self.settings.lost_after_s)
+
+    def stop(self) -> None:
+        """Answer the long polls and end the streams; take nothing more."""
+        self.stopping = True
+        for cell in self._cells.values():
+            cell.wake()
+
+    async def close(self) -> None:
+        self.stop()
+        self.presence.close()
+        for task in self._watchers.values():
+            task.cancel()
+        await asyncio.gather(*self._watchers.values(), return_exceptions=True)
+        await self._log.close()
+
+    async def check_store(self) -> None:
+        """Raises Unavailable when the store cannot be read."""
+        try:
+            await self._log.read(EngineName("", ""))  # no engine has this name: reads nothing
+        except LogUnavailable as error:
+            raise _unavailable(error) from error
+
+    # --- questions ------------------------------------------------------------------------------
+
+    @property
+    def store_id(self) -> str:
+        return self._log.store_id
+
+    @property
+    def engines(self) -> list[Engine]:
+        return [cell.engine for _, cell in sorted(self._cells.items(), key=lambda i: str(i[0]))]
+
+    def engine(self, name: EngineName) -> Engine:
+        return self._cell(name).engine
+
+    def round(self, name: EngineName, number: int | None) -> Round:
+        """A round, the last one for None. Raises NotFound."""
+        engine = self.engine(name)
+        round_ = engine.last if number is None else engine.rounds.get(number)
+        if round_ is None:
+            raise NotFound(
+                f"{name} has no round {number or 'yet'}", field="round", value=str(number)
+            )
+        return round_
+
+    def remaining_s(self, name: EngineName, round_: Round) -> float:
+        """Seconds left of the budget that runs in the last round."""
+        return round(self._cell(name).clock.left_s(round_), 3)
+
+    # --- calls ----------------------------------------------------------------------------------
+
+    async def join(
+        self, name: EngineName, join: Join, touched: tuple[Touch, ...] = ()
+    ) -> dict[str, Any]:
+        cell = self._cells.get(name)
+        if cell is None:
+            cell = self._cells[name] = Cell(name, self._log.store_id)
+        engine = await self._carry_out(cell, Reserve(join, touched))
+        attempt = find_attempt(engine, join)
+        assert attempt is not None, "it has just been reserved"
+        return {
+            "attempt": attempt,
+            "token": self._token(name, join, attempt),
+            "protocol": PROTOCOL,
+            "features": [],
+            "store_id": self._log.store_id,
+            "patience_s": self.settings.budgets.gather_s + 60,
+        }
+
+    async def claim(
+        self, name: EngineName, attempt: int, touched: tuple[Touch, ...] = ()
+    ) -> dict[str, Any]:
+        cell = self._cell(name)
+        last, repeated = cell.engine.last, cell.engine.round_of(attempt) is not None
+        watched = self.presence.watched(name, last.number) if last else frozenset()
+        engine = await self._carry_out(
+            cell, Claim(attempt, self.settings.budgets, watched, touched)
+        )
+        round_ = engine.round_of(attempt)
+        assert round_ is not None, "it has just been claimed"
+        if repeated:
+            await self.seen(name, round_.number, attempt)
+        elif round_.open:
+            seat = Seat(name, round_.number, attempt)
+            self.presence.expect(seat, within_s=self.settings.lost_after_s)
+        budgets = round_.budgets
+        return {
+            "round": round_.number,
+            "outcome": round_.ended or "open",
+            "layout": round_.layout.model_dump(mode="json"),
+            "mode": round_.mode,
+            "budgets": {
+                "gather_s": budgets.gather_s,
+                "report_s": {"hard": budgets.report_s},
+                "apply_s": {"hard": budgets.apply_s},
+            },
+            "remaining_s": self.remaining_s(name, round_),
+        }
+
+    async def report(
+        self,
+        name: EngineName,
+        number: int,
+        attempt: int,
+        reports: Mapping[int, Report],
+        *,
+        planned: Mapping[int, Report],
+        wait_s: float,
+        touched: tuple[Touch, ...] = (),
+    ) -> Round:
+        """The round after the report was kept, once it is decided or `wait_s` is over."""
+        command = Submit(number, attempt, reports, planned, touched)
+        return await self._call(name, command, lambda r: r.verdict is not None, wait_s)
+
+    async def applied(
+        self,
+        name: EngineName,
+        number: int,
+        attempt: int,
+        applied: messages.Applied,
+        *,
+        wait_s: float,
+        touched: tuple[Touch, ...] = (),
+    ) -> Round:
+        """The round after it was kept, once it has ended or `wait_s` is over."""
+        command = Apply(number, attempt, applied, touched)
+        return await self._call(name, command, lambda r: r.ended is not None, wait_s)
+
+    async def veto(
+        self,
+        name: EngineName,
+        number: int,
+        attempt: int,
+        veto: messages.Veto,
+        touched: tuple[Touch, ...] = (),
+    ) -> Round:
+        return await self._call(name, Veto(number, attempt, veto, touched))
+
+    async def leave(
+        self,
+        name: EngineName,
+        number: int,
+        attempt: int,
+        leave: messages.Leave,
+        touched: tuple[Touch, ...] = (),
+    ) -> Round:
+        return await self._call(name, Leave(number, attempt, leave, touched))
+
+    # --- sessions -------------------------------------------------------------------------------
+
+    async def attach(self, name: EngineName, number: int, attempt: int) -> Connection:
+        """Open a session. A suspect's return is durable before it is answered."""
+        cell = self._cell(name)
+        member_of(cell.engine, number, attempt)
+        await self._carry_out(cell, Clear(number, attempt))
+        return self.presence.attach(Seat(name, number, attempt))
+
+    async def seen(self, name: EngineName, number: int, attempt: int) -> None:
+        """A call of a process: whoever is answered is not suspect, and that is durable first."""
+        cell = self._cell(name)
+        round_, member = member_of(cell.engine, number, attempt)
+        if member.suspect and round_.open and not member.gone:
+            await self._carry_out(cell, Clear(number, attempt))
+            # It had a session before; without one again in a moment it is suspect again.
+            seat = Seat(name, number, attempt)
+            self.presence.expect(seat, within_s=self.settings.reattach_s)
+
+    def cell(self, name: EngineName) -> Cell:
+        """For streams, which follow an engine's facts. Raises NotFound."""
+        return self._cell(name)
+
+    # --- tokens ---------------------------------------------------------------------------------
+
+    def attempt_of(self, name: EngineName, token: str | None) -> tuple[int, Join]:
+        """Who calls. Raises Unauthorized, StoreReplaced or Superseded."""
+        parts = (token or "").split(".")
+        if len(parts) != 3 or not (parts[1].isascii() and parts[1].isdigit()):
+            raise Unauthorized(
+                "header Kvaccord-Attempt must carry the token that join answered",
+                field="Kvaccord-Attempt",
+                value="absent" if token is None else "malformed",
+            )
+        if parts[0] != self._log.store_id:
+            raise StoreReplaced(
+                f"the token is of store {parts[0][:32]!r}, this is store {self._log.store_id}:"
+                " the coordinator's store was replaced; this process must exit and start anew",
+                field="Kvaccord-Attempt",
+                value=parts[0][:32],
+            )
+        engine, attempt = self._cell(name).engine, int(parts[1][:18])
+        join = _join_of(engine, attempt)
+        if join is None:
+            raise Superseded(
+                f"attempt {attempt} of {name} has lapsed: a newer process holds its ranks; this"
+                " one must exit",
+                field="Kvaccord-Attempt",
+                value=str(attempt),
+            )
+        expected = self._token(name, join, attempt)
+        if not hmac.compare_digest(expected.encode(), (token or "").encode()):
+            raise Unauthorized(
+                f"the token for attempt {attempt} of {name} is not the one that join answered",
+                rank=join.ranks[0],
+                field="Kvaccord-Attempt",
+                value="another token",
+            )
+        return attempt, join
+
+    def _token(self, name: EngineName, join: Join, attempt: int) -> str:
+        # Derived, not stored: a repeated join gets the same answer after any crash.
+        said = "\n".join(
+            [name.namespace, name.engine, str(list(join.ranks)), join.nonce, str(attempt)]
+        )
+        mac = hmac.new(self._log.key, said.encode(), hashlib.sha256).hexdigest()
+        return f"{self._log.store_id}.{attempt}.{mac}"
+
+    # --- carrying out ---------------------------------------------------------------------------
+
+    def _cell(self, name: EngineName) -> Cell:
+        if name not in self._cells:
+            raise NotFound(f"no engine {name} has joined here", field="engine", value=str(name))
+        return self._cells[name]
+
+    async def _call(
+        self,
+        name: EngineName,
+        command: Submit | Veto | Leave | Apply,
+        done: Callable[[Round], bool] = lambda _: True,
+        wait_s: float = 0.0,
+    ) -> Round:
+        cell = self._cell(name)
+        await self.seen(name, command.round, command.attempt)
+        await self._carry_out(cell, command)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + wait_s
+        while not done(round_ := cell.engine.rounds[command.round]) and not self.stopping:
+            if (left_s := until - loop.time()) <= 0:
+                break
+            await cell.change(left_s)
+        return round_
+
+    async def _carry_out(self, cell: Cell, command: Command) -> Engine:
+        """Decide, append, and only then believe it and tell. Returns the engine afterwards."""
+        loop = asyncio.get_running_loop()
+        async with cell.lock:
+            while True:
+                await self._refresh(cell)
+                touches = getattr(command, "touched", ())
+                if cell.pending and not isinstance(command, Finding | Reserve):
+                    command = replace(command, touched=cell.pending + touches)
+                events = decide(cell.engine, command)
+                if not events:
+                    cell.pending += touches
+                    return cell.engine
+                entry, began_s = Entry(events=events), loop.time()
+                cell.stale = True  # until the append is known to have been kept, or not
+                try:
+                    await self._log.append(cell.name, entry, n=cell.engine.entries)
+                except LogConflict:
+                    continue
+                except LogUnavailable as error:
+                    raise _unavailable(error) from error
+                self.append_seconds(loop.time() - began_s)
+                cell.stale = False
+                cell.pending = ()
+                cell.add(events)
+                break
+        self._told(cell)
+        return cell.engine
+
+    async def _refresh(self, cell: Cell) -> None:
+        if cell.stale:
+            try:
+                cell.load(await self._log.read(cell.name))
+            except LogUnavailable as error:
+                raise _unavailable(error) from error
+            cell.stale = False
+
+    def _told(self, cell: Cell) -> None:
+        last = cell.engine.last
+        if last and last.ended:
+            self.presence.forget_round(cell.name, last.number)
+        cell.wake()
+        self._watch(cell)
+
+    async def _find(self, name: EngineName, finding: Finding) -> None:
+        """Take a finding to the log, for as long as the store needs to come back."""
+        while not self.stopping:
+            try:
+                await self._carry_out(self._cell(name), finding)
+                return
+            except Unavailable as error:
+                log.warning("%s: %s; trying again", name, error)
+                await asyncio.sleep(RETRY_S)
+
+    def _patience_s(self, seat: Seat) -> float:
+        round_ = self._cell(seat.name).engine.rounds[seat.round]
+        return self.settings.lost_after_s if round_.verdict else self.settings.reattach_s
+
+    # --- time -----------------------------------------------------------------------------------
+
+    def _watch(self, cell: Cell) -> None:
+        last = cell.engine.last
+        if last and last.open and cell.name not in self._watchers:
+            task = asyncio.create_task(self._spend_budgets(cell))
+            self._watchers[cell.name] = task
+            task.add_done_callback(lambda _: self._watchers.pop(cell.name, None))
+
+    async def _spend_budgets(self, cell: Cell) -> None:
+        """Follow an engine for as long as its last round is open, and say when time has run out."""
+        loop = asyncio.get_running_loop()
+        while (round_ := cell.engine.last) and round_.open:
+            left_s, what = cell.clock.left_s(round_), round_.phase
+            assert what is not None, "an open round has a phase"
+            finding = Spend(round_.number, what)
+            if round_.causes:
+                left_s = min(left_s, cell.clock.grace_left_s(self.settings.grace_s))
+                finding = Spend(round_.number, "grace")
+            if left_s <= 0:
+                await self._find(cell.name, finding)
+                continue
+            began_s = loop.time()
+            # A timer may fire a little early; a budget may not.
+            await cell.change(min(TICK_S, left_s + 0.001))
+            cell.clock.advance(round_, loop.time() - began_s)
+
+
+def _join_of(engine: Engine, attempt: int) -> Join | None:
+    if attempt in engine.reservations:
+        return engine.reservations[attempt].join
+    round_ = engine.round_of(attempt)
+    return round_.members[attempt].join if round_ else None
+
+
+def _unavailable(error: LogUnavailable) -> Unavailable:
+    return Unavailable(
+        f"the store does not answer ({error}); nothing was acknowledged, repeat the call",
+        retry_after_s=1.0,
+    )

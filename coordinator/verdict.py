@@ -1,0 +1,185 @@
+"""The frozen documents: decision and outcome, from a round that is ready for one. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from coordinator.engine import Engine, Round
+from coordinator.events import Cause, Touch
+from kvaccord import canonical
+from kvaccord.layout import Layout, named
+from kvaccord.messages import Report, cut
+from kvaccord.plan import Finding, Reports, agreed_sentence, plan, plan_document
+
+NOT_RETRYABLE = {
+    "state_floor_exceeds_budget",
+    "does_not_fit",
+    "inputs_disagree",
+    "implausible_report",
+    "spread_too_wide",
+    "applied_differently",
+    "cancelled",
+}
+# A decision stays readable and bounded however many ranks fail at once.
+LONG_CAUSES, LONG_BYTES = 16, 1024
+SHORT_CAUSES, SHORT_BYTES = 112, 120
+MESSAGE_BYTES = 400
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """PASSED with a plan, or why not."""
+
+    outcome: str
+    code: str
+    message: str
+    causes: tuple[Cause, ...] = ()
+    not_heard: tuple[int, ...] = ()
+    plan: dict[str, Any] | None = None
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted({r for c in self.causes if c.code == self.code for r in c.ranks})
+
+    @property
+    def retryable(self) -> bool:
+        return all(c.retryable for c in self.causes if c.code == self.code)
+
+    def fields(self) -> dict[str, Any]:
+        shown, more = bounded(self.causes)
+        also = list(dict.fromkeys(c.code for c in self.causes if c.code != self.code))
+        return {
+            "outcome": self.outcome,
+            "code": self.code,
+            "message": self.message,
+            "ranks": self.ranks,
+            "causes": shown,
+            "also": also,
+            "not_heard": list(self.not_heard),
+            "more_causes": more,
+            "retryable": self.retryable,
+        }
+
+
+def judge_reports(layout: Layout, reports: Reports, hosts: dict[int, str]) -> Verdict:
+    """The verdict over one report of every rank."""
+    planned = plan(layout, reports)
+    if planned.findings:
+        causes = tuple(_cause(finding, hosts) for finding in planned.findings)
+        return failed("FAILED", causes, not_heard=())
+    return Verdict("PASSED", "agreed", agreed_sentence(planned), plan=plan_document(planned, hosts))
+
+
+def failed(outcome: str, causes: Sequence[Cause], *, not_heard: Iterable[int]) -> Verdict:
+    """FAILED or ABORTED for these causes, in order: the first one gives the code."""
+    first = causes[0]
+    alike = [c for c in causes if (c.code, c.text) == (first.code, first.text)]
+    ranks = sorted({r for c in alike for r in c.ranks})
+    hosts = sorted({c.host for c in alike if c.host})
+    who = named(ranks) if ranks else "the round"
+    where = f" on {', '.join(hosts[:3])}{' and more' if len(hosts) > 3 else ''}" if hosts else ""
+    others = len(causes) - len(alike)
+    more = f" (and {others} more {'cause' if others == 1 else 'causes'})" if others else ""
+    blamed = {r for c in causes for r in c.ranks}
+    return Verdict(
+        outcome,
+        first.code,
+        f"{who}{where}: {cut(_one_line(first.text), MESSAGE_BYTES)}{more}",
+        causes=tuple(causes),
+        not_heard=tuple(sorted(set(not_heard) - blamed)),
+    )
+
+
+def decision_document(engine: Engine, round_: Round, verdict: Verdict) -> str:
+    """The decision's canonical bytes, as text."""
+    document: dict[str, Any] = {
+        "engine": str(engine.name),
+        "round": round_.number,
+        "store_id": engine.store_id,
+        "mode": round_.mode,
+        "launch": round_.launch.model_dump(),
+        "layout": round_.layout.model_dump(mode="json"),
+        "inputs_digest": inputs_digest(round_.layout, round_.planned),
+        "faults": faults(round_.touches),
+        "verdict": verdict.fields(),
+    }
+    if verdict.plan is not None:
+        document["plan"] = verdict.plan
+    return canonical.canonical(document).decode()
+
+
+def outcome_document(engine: Engine, round_: Round, verdict: Verdict) -> str:
+    """The outcome's canonical bytes, as text."""
+    return canonical.canonical(
+        {
+            "engine": str(engine.name),
+            "round": round_.number,
+            "store_id": engine.store_id,
+            "faults": faults(round_.touches),
+            "decision_digest": canonical.digest(round_.decision),
+            **verdict.fields(),
+        }
+    ).decode()
+
+
+def inputs_digest(layout: Layout, reports: Reports) -> str:
+    """`sha256:HEX` of the canonical `{layout, reports: {rank: report as planned}}`."""
+    return canonical.digest(
+        canonical.canonical(
+            {
+                "layout": layout.model_dump(mode="json"),
+                "reports": {str(rank): report_document(r) for rank, r in reports.items()},
+            }
+        )
+    )
+
+
+def report_document(report: Report) -> dict[str, Any]:
+    return report.model_dump(mode="json", exclude_none=True)
+
+
+def faults(touches: Iterable[Touch]) -> list[dict[str, Any]]:
+    """One line for each rule and call that touched the round."""
+    ranks: dict[tuple[str, str, str], set[int]] = {}
+    for t in touches:
+        ranks.setdefault((t.rule, t.kind, t.call), set()).update(t.ranks)
+    return [
+        {"id": rule, "kind": kind, "call": call, "ranks": sorted(touched)}
+        for (rule, kind, call), touched in sorted(ranks.items())
+    ]
+
+
+def bounded(causes: Sequence[Cause]) -> tuple[list[dict[str, Any]], int]:
+    """The first causes at length, the next in a line each, the rest as a number."""
+    shown = [
+        _cause_fields(c, cut(c.text, LONG_BYTES))
+        if index < LONG_CAUSES
+        else _cause_fields(c, cut(_one_line(c.text), SHORT_BYTES))
+        for index, c in enumerate(causes[: LONG_CAUSES + SHORT_CAUSES])
+    ]
+    return shown, len(causes) - len(shown)
+
+
+def _cause(finding: Finding, hosts: dict[int, str]) -> Cause:
+    return Cause(
+        code=finding.code,
+        ranks=finding.ranks,
+        host=hosts.get(finding.ranks[0]),
+        text=finding.text,
+        retryable=finding.code not in NOT_RETRYABLE,
+    )
+
+
+def _cause_fields(cause: Cause, text: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {"code": cause.code, "text": text}
+    if cause.ranks:
+        fields["rank"] = cause.ranks[0]
+    if cause.host:
+        fields["host"] = cause.host
+    return fields
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

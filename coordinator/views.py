@@ -1,0 +1,75 @@
+"""What dashboards see of an engine: one row, made from its log alone. Pure."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from coordinator.engine import Engine, Round
+from coordinator.verdict import faults
+from kvaccord.canonical import digest
+from kvaccord.plan import page_count
+
+
+def budget_row(engine: Engine) -> dict[str, Any]:
+    """State of the last round, and what was agreed in the round in force.
+
+    An engine that never sealed has no `agreed`, and the code of its last verdict.
+    """
+    row: dict[str, Any] = {
+        "namespace": engine.name.namespace,
+        "engine": engine.name.engine,
+        "state": "JOINING",
+    }
+    if last := engine.last:
+        row |= {"round": last.number, "state": last.state, "faults": faults(last.touches)}
+        row |= {"waiting_for": last.waiting_for}
+        row |= last_word(last)
+    if in_force := engine.in_force:
+        row["agreed"] = agreed(in_force)
+    return row
+
+
+def last_word(round_: Round) -> dict[str, Any]:
+    """code and message of the round's latest frozen document; nothing while it is undecided."""
+    if not round_.decision:
+        return {}
+    document = json.loads(round_.outcome or round_.decision)
+    verdict = document.get("verdict", document)
+    return {
+        "code": verdict["code"],
+        "message": verdict["message"],
+        "blamed": verdict["ranks"],
+        "retryable": verdict["retryable"],
+    }
+
+
+def agreed(round_: Round) -> dict[str, Any]:
+    """The numbers that every rank of a PASSED round was given."""
+    document = json.loads(round_.decision)
+    return {
+        "round": round_.number,
+        "digest": digest(round_.decision),
+        "layout": document["layout"],
+        "faults": document["faults"],
+        "schedulers": [_scheduler(round_, row) for row in document["plan"]["schedulers"]],
+    }
+
+
+def _scheduler(round_: Round, row: dict[str, Any]) -> dict[str, Any]:
+    counts = [page_count(round_.planned[r]) for r in row["ranks"] if round_.planned[r].has_page]
+    return {
+        "dp": row["dp"],
+        "ranks": row["ranks"],
+        "entries": row["entries"],
+        "binding": row["binding"],
+        "groups": [
+            group | {"binding_host": round_.host(group["binding_rank"])}
+            for group in row["budget_groups"]
+        ],
+        "bytes_by_rank": {
+            str(share["rank"]): sum(share["reserved_bytes"].values()) for share in row["by_rank"]
+        },
+        "spread_entries": max(counts) - min(counts) if counts else 0,
+        "stranded_bytes": sum(share["stranded_bytes"] for share in row["by_rank"]),
+    }

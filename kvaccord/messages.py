@@ -1,0 +1,322 @@
+"""The documents that cross the wire from a worker. Sizes are bytes, durations seconds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    StringConstraints,
+    model_validator,
+)
+
+from kvaccord.canonical import INT_LIMIT
+from kvaccord.faulty import impossible
+from kvaccord.layout import MAX_WORLD, Layout
+
+PROTOCOL = 1
+
+Whole = Annotated[int, Strict(), Field(ge=0, lt=INT_LIMIT)]
+Positive = Annotated[int, Strict(), Field(ge=1, lt=INT_LIMIT)]
+Bytes = Whole
+SignedBytes = Annotated[int, Strict(), Field(gt=-INT_LIMIT, lt=INT_LIMIT)]
+Rank = Annotated[int, Strict(), Field(ge=0, lt=MAX_WORLD)]
+
+Text = Annotated[str, StringConstraints(max_length=1024)]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:-]{1,64}$")]
+EngineWord = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+Printable = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]{1,200}$")]
+Key = Annotated[str, StringConstraints(pattern=r"^[\x20-\x7e]{1,128}$")]
+# A float has no canonical spelling, so none may stand in what is digested: send it as a string.
+Scalar = (
+    Annotated[int, Strict(), Field(gt=-INT_LIMIT, lt=INT_LIMIT)] | Annotated[bool, Strict()] | Text
+)
+OpenMap = Annotated[dict[Key, Scalar], Field(max_length=256)]
+
+
+def _rank_key(key: object) -> object:
+    # JSON keys are strings; "03" and "3" must not be two names of one rank.
+    if isinstance(key, str) and key.isascii() and key.isdigit() and str(int(key[:9])) == key:
+        return int(key)
+    return key
+
+
+RankKey = Annotated[Rank, BeforeValidator(_rank_key)]
+
+
+def cut(text: str, limit: int) -> str:
+    """The first `limit` bytes of a text in UTF-8, never half a character."""
+    return text.encode(errors="replace")[:limit].decode(errors="ignore")
+
+
+def cut_front(text: str, limit: int) -> str:
+    """The last `limit` bytes of a text in UTF-8: the end of a traceback says most."""
+    return text.encode(errors="replace")[-limit:].decode(errors="ignore")
+
+
+# A "no" must never be refused for its length: what is too long is cut, on whichever side sees it.
+CauseText = Annotated[
+    str,
+    BeforeValidator(lambda text: cut(text, 2048) if isinstance(text, str) else text),
+    Field(min_length=1),
+]
+Trace = Annotated[
+    str, BeforeValidator(lambda text: cut_front(text, 6144) if isinstance(text, str) else text)
+]
+
+
+class Message(BaseModel):
+    """Unknown fields are refused: a misspelt limit must not be silently ignored."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class CacheClass(Message):
+    """One kind of cache entry on one rank.
+
+    page: takes the memory that remains; an entry is one KV block (SGLang: page) of this rank's
+    layers and heads, `entry_bytes` each. The count is a multiple of `multiple_of`.
+    state: `max_num_seqs * entries_per_req + extra_entries` entries, reserved first.
+    Source: ATOM `sub_pool_spec.py` (PAGE and STATE); vLLM `KVCacheSpec.page_size_bytes`.
+    """
+
+    kind: Literal["page", "state"]
+    name: Name
+    entry_bytes: Positive
+    entries_per_req: Whole = 0
+    extra_entries: Whole = 0
+    multiple_of: Positive = 1
+    min_entries: Whole | None = None
+    max_entries: Positive | None = None
+
+    @model_validator(mode="after")
+    def _fields_belong_to_the_kind(self) -> CacheClass:
+        if self.kind == "page":
+            for field in ("entries_per_req", "extra_entries"):
+                if value := getattr(self, field):
+                    raise impossible(
+                        field,
+                        value,
+                        f"page class {self.name!r} has {field} {value}; a page class takes what"
+                        " remains: leave it out, or declare a state class",
+                    )
+            limit = self.max_entries
+            if limit is not None and limit // self.multiple_of * self.multiple_of < max(
+                self.min_entries or 0, 1
+            ):
+                raise impossible(
+                    "max_entries",
+                    limit,
+                    f"page class {self.name!r} has max_entries {limit}, which leaves no count that"
+                    f" is a multiple of {self.multiple_of} and at least min_entries"
+                    f" {self.min_entries or 1}; raise max_entries or lower min_entries",
+                )
+        else:
+            for field, default in (
+                ("multiple_of", 1),
+                ("min_entries", None),
+                ("max_entries", None),
+            ):
+                if (value := getattr(self, field)) != default:
+                    raise impossible(
+                        field,
+                        value,
+                        f"state class {self.name!r} has {field} {value}; a state class is sized by"
+                        " entries_per_req and extra_entries: leave it out",
+                    )
+        return self
+
+
+def page(
+    name: str,
+    entry_bytes: int,
+    *,
+    multiple_of: int = 1,
+    min_entries: int | None = None,
+    max_entries: int | None = None,
+) -> CacheClass:
+    """A page class: as many entries of `entry_bytes` as the remaining memory holds."""
+    return CacheClass(
+        kind="page",
+        name=name,
+        entry_bytes=entry_bytes,
+        multiple_of=multiple_of,
+        min_entries=min_entries,
+        max_entries=max_entries,
+    )
+
+
+def state(
+    name: str, entry_bytes: int, *, entries_per_req: int = 0, extra_entries: int = 0
+) -> CacheClass:
+    """A state class: `max_num_seqs * entries_per_req + extra_entries` entries, reserved first."""
+    return CacheClass(
+        kind="state",
+        name=name,
+        entry_bytes=entry_bytes,
+        entries_per_req=entries_per_req,
+        extra_entries=extra_entries,
+    )
+
+
+class Report(Message):
+    """What one rank measured on its own device, weights loaded and profiling pass over.
+
+    A page entry on this rank is one KV block: `block_tokens` tokens of K and V, for the layers of
+    its PP stage and its share of the KV heads.
+    Source: torch.cuda.mem_get_info() -> (free, total), bytes.
+    """
+
+    free_bytes: Bytes
+    kv_budget_bytes: SignedBytes  # what the engine may spend on KV cache by its own formula
+    reserve_bytes: Bytes = 0  # will still be allocated outside the classes; in neither number yet
+    total_bytes: Bytes | None = None
+    initial_free_bytes: Bytes | None = None  # free when the process began
+    requested_bytes: Bytes | None = None  # the share of total that the engine insists on
+    max_num_seqs: Whole = 0
+    max_model_len: Whole | None = None
+    block_tokens: Positive | None = None
+    inputs: OpenMap | None = None  # must be equal over the engine
+    inputs_stage: OpenMap | None = None  # must be equal over a PP stage
+    local_count: Positive | None = None  # processes of this engine that share the device
+    classes: Annotated[tuple[CacheClass, ...], Field(min_length=1, max_length=32)]
+    parts: OpenMap | None = None  # explains the numbers; changes none
+
+    @property
+    def has_page(self) -> bool:
+        return any(c.kind == "page" for c in self.classes)
+
+    @model_validator(mode="after")
+    def _could_be_true(self) -> Report:
+        total = self.total_bytes
+        for field in ("free_bytes", "kv_budget_bytes", "initial_free_bytes", "requested_bytes"):
+            value = getattr(self, field)
+            if total is not None and value is not None and value > total:
+                raise impossible(
+                    field,
+                    value,
+                    f"{field} {value} is above total_bytes {total}; measure both on the same"
+                    " device (under MIG: the slice, never its parent)",
+                )
+        self._check_classes()
+        return self
+
+    def _check_classes(self) -> None:
+        first: dict[str, CacheClass] = {}
+        for c in self.classes:
+            known = first.setdefault(c.name, c)
+            for field in ("kind", "entries_per_req", "extra_entries", "multiple_of"):
+                ours, theirs = getattr(c, field), getattr(known, field)
+                if ours != theirs:
+                    raise impossible(
+                        f"classes.{c.name}.{field}",
+                        ours,
+                        f"class {c.name!r} is declared twice with {field} {theirs} and {ours};"
+                        " one name is one index space: give the second another name",
+                    )
+        pages = [c.name for c in first.values() if c.kind == "page"]
+        if len(pages) > 1:
+            raise impossible(
+                "classes",
+                pages,
+                f"more than one page class: {pages}; only one can take what remains: declare one",
+            )
+        if self.max_num_seqs == 0 and (states := [c for c in self.classes if c.kind == "state"]):
+            raise impossible(
+                "max_num_seqs",
+                0,
+                f"state class {states[0].name!r} with max_num_seqs 0; a state class is sized per"
+                " running sequence: send max_num_seqs of at least 1",
+            )
+
+
+class Launch(Message):
+    """What all processes of one start share and no other start has."""
+
+    run: Printable
+    restart: Whole = 0
+    source: Literal["env", "torchrun", "slurm", "lws", "jobset", "ray", "master"] = "env"
+
+    def __str__(self) -> str:
+        return f"{self.run} (restart {self.restart})"
+
+
+class Device(Message):
+    uuid: Text | None = None
+    name: Text | None = None
+    total_bytes: Bytes | None = None
+
+
+class Join(Message):
+    """A process asks for an attempt number for the ranks it holds. Opens and binds nothing."""
+
+    ranks: Annotated[tuple[Rank, ...], Field(min_length=1, max_length=MAX_WORLD)]
+    layout: Layout = Layout()
+    nonce: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:-]{8,64}$")]
+    launch: Launch
+    protocol: Positive = PROTOCOL
+    mode: Literal["enforce"] = "enforce"
+    inputs: OpenMap | None = None
+    host: Annotated[str, StringConstraints(min_length=1, max_length=255)]
+    pid: Positive
+    engine_version: Text | None = None
+    device: Device | None = None
+
+    @model_validator(mode="after")
+    def _ranks_are_in_the_layout(self) -> Join:
+        world = self.layout.world_size
+        for rank in self.ranks:
+            if rank >= world:
+                raise impossible(
+                    "ranks",
+                    rank,
+                    f"rank {rank} is outside the layout, whose world size is {world} (ranks 0 to"
+                    f" {world - 1}); correct the rank or the layout",
+                )
+        if twice := [rank for rank, count in Counter(self.ranks).items() if count > 1]:
+            raise impossible(
+                "ranks", twice[0], f"rank {twice[0]} is named twice; name each rank once"
+            )
+        return self
+
+
+class Veto(Message):
+    """A process's no. text: the innermost first exception; trace: the end of the traceback."""
+
+    rank: Rank
+    code: Name | None = None
+    text: CauseText
+    trace: Trace | None = None
+    retryable: Annotated[bool, Strict()] = True
+
+
+class Leave(Message):
+    reason: Text | None = None
+
+
+class BuildFailed(Message):
+    code: Name | None = None
+    text: CauseText
+    trace: Trace | None = None
+    retryable: Annotated[bool, Strict()] = True
+
+
+class Applied(Message):
+    """What a process built from the plan: entries per class, or how it failed."""
+
+    digest: Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
+    built: Annotated[dict[Name, Whole], Field(max_length=32)] | None = None
+    failed: BuildFailed | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Applied:
+        if (self.built is None) == (self.failed is None):
+            raise impossible(
+                "built", self.built, "send either built {class: entries} or failed {text}"
+            )
+        return self
