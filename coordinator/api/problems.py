@@ -25,18 +25,19 @@ WHAT_TO_DO = {
     "extra_forbidden": "no such field in this protocol: remove it or correct its name",
     "int_type": "expected a whole number, without quotes or decimals",
     "string_type": "expected a string",
-    "json_invalid": "the body is no JSON",
 }
 
 
-def answer(problem: Problem) -> Response:
+def answer(problem: Problem, *, status: int | None = None) -> Response:
+    """The problem document; `status` where HTTP itself has a closer one than the code's."""
+    status = status or problem.http_status
     headers = {}
     if problem.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, round(problem.retry_after_s)))
     # ASCII escapes: a quoted value may hold what has no UTF-8 spelling.
     return Response(
-        json.dumps(problem.document()),
-        status_code=problem.http_status,
+        json.dumps(problem.document() | {"status": status}),
+        status_code=status,
         media_type="application/problem+json",
         headers=headers,
     )
@@ -58,10 +59,12 @@ def install(app: FastAPI) -> None:
             return answer(
                 NotFound(f"nothing is served at {path}; docs/protocol.md lists the calls")
             )
-        kind = Invalid(f"{request.method} {path}: {error.detail}; docs/protocol.md lists the calls")
-        kind_answer = answer(kind)
-        kind_answer.status_code = error.status_code
-        return kind_answer
+        if error.status_code == 400:  # what FastAPI says of JSON that Python cannot read
+            return answer(
+                Invalid("the body cannot be read as JSON; send numbers below 2^53", field="body")
+            )
+        said = f"{request.method} {path}: {error.detail}; docs/protocol.md lists the calls"
+        return answer(Invalid(said), status=error.status_code)
 
     @app.exception_handler(Exception)
     async def on_fault(request: Request, error: Exception) -> Response:
@@ -78,6 +81,8 @@ def install(app: FastAPI) -> None:
 def invalid(errors: Sequence[Any], body: Any = None) -> Refused:
     """The first error of a validation, as a sentence that names rank, field, value and remedy."""
     error = errors[0]
+    if error["type"] == "json_invalid":
+        return Invalid(f"the body is no JSON: {error['ctx']['error']}; correct it", field="body")
     path = [part for part in error["loc"] if part not in ("body", "path", "query", "header")]
     rank, path = _rank_of(path, body)
     context = error.get("ctx") or {}

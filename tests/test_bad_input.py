@@ -1,0 +1,186 @@
+"""Whatever a sender gets wrong: its own code, one sentence, and nobody else's round suffers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.wire import KV, Worker, a_report, an_engine
+
+
+@pytest.fixture
+def worker(url: str) -> Worker:
+    return Worker(url, an_engine(), 0, tp=2).enter()
+
+
+def problem(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
+    document = answer.json()
+    assert answer.headers["Content-Type"] == "application/problem+json"
+    assert (answer.status_code, document["status"], document["code"]) == (status, status, code)
+    assert document["detail"]
+    assert "\n" not in document["detail"]
+    return document
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "value"),
+    [
+        ({"free_bytes": -1}, "free_bytes", "-1"),
+        ({"free_bytes": 2**53}, "free_bytes", str(2**53)),
+        ({"free_bytes": 1.5}, "free_bytes", "1.5"),
+        ({"free_bytes": "1"}, "free_bytes", "1"),
+        ({"free_bytes": True}, "free_bytes", "True"),
+        ({"free_bytes": float("nan")}, "free_bytes", "nan"),
+        ({"kv_budget_bytes": float("inf")}, "kv_budget_bytes", "inf"),
+        ({"kv_budget_bytes": -(2**53)}, "kv_budget_bytes", str(-(2**53))),
+        ({"total_bytes": 99_999}, "free_bytes", "100000"),
+        ({"total_bytes": 100_000, "kv_budget_bytes": 100_001}, "kv_budget_bytes", "100001"),
+        ({"fre_bytes": 1}, "fre_bytes", "1"),
+        ({"classes": []}, "classes", "(a JSON array)"),
+        ({"classes": [KV[0] | {"entry_bytes": 0}]}, "classes.0.entry_bytes", "0"),
+        ({"classes": [KV[0] | {"kind": "pages"}]}, "classes.0.kind", "pages"),
+        ({"inputs": {"dtype": 1.5}}, "inputs.dtype", "1.5"),
+    ],
+)
+def test_an_impossible_report_is_refused_with_rank_field_value_and_remedy(
+    worker: Worker, fields: dict[str, Any], field: str, value: str
+) -> None:
+    document = problem(worker.report(**fields), 422, "invalid")
+    assert document["rank"] == 0
+    assert document["field"].startswith(field)
+    assert document["value"] == value
+    assert f"rank 0: {field}" in document["detail"]
+    assert worker.report().status_code == 202, "nothing of the refused report was kept"
+
+
+def test_state_class_without_sequences_is_refused(worker: Worker) -> None:
+    state = {"kind": "state", "name": "slot", "entry_bytes": 10, "entries_per_req": 1}
+    document = problem(worker.report(classes=[*KV, state]), 422, "invalid")
+    assert document["field"] == "max_num_seqs"
+
+
+def test_a_rank_outside_the_layout_is_refused(url: str) -> None:
+    document = problem(Worker(url, an_engine(), 7, tp=2).join(), 422, "invalid")
+    assert (document["rank"], document["field"], document["value"]) == (7, "ranks", "7")
+
+
+def test_a_world_without_a_launch_is_refused_and_told_what_to_set(url: str) -> None:
+    worker = Worker(url, an_engine(), 0, tp=2)
+    del worker.document["launch"]
+    document = problem(worker.join(), 422, "launch_missing")
+    assert "KVACCORD_LAUNCH" in document["detail"]
+
+
+def test_a_report_for_a_rank_of_another_process_is_refused(worker: Worker) -> None:
+    document = problem(worker.put("reports", {"1": a_report()}), 422, "invalid")
+    assert document["rank"] == 1
+
+
+@pytest.mark.parametrize("key", ["03", "-1", "x", "1e3", "99999", ""])
+def test_a_key_that_is_no_rank_is_refused(worker: Worker, key: str) -> None:
+    problem(worker.put("reports", {key: a_report()}), 422, "invalid")
+
+
+def test_a_second_different_report_is_refused_and_the_first_stands(worker: Worker) -> None:
+    worker.report()
+    document = problem(worker.report(free_bytes=5), 409, "conflict")
+    assert document["rank"] == 0
+    assert "free_bytes 100000 and now says 5" in document["detail"]
+
+
+def test_a_round_that_never_was_and_a_round_of_others_are_refused(worker: Worker) -> None:
+    worker.round = 99
+    problem(worker.report(), 404, "not_found")
+    engine = worker.base.rsplit("/", 1)[1]
+    worker.round = 1
+    newer = Worker(str(worker.http.base_url), engine, 0, tp=2, restart=1).enter()
+    worker.round = newer.round
+    problem(worker.report(), 410, "superseded")
+
+
+@pytest.mark.parametrize(
+    ("token", "status", "code"),
+    [
+        ("", 401, "unauthorized"),
+        ("nonsense", 401, "unauthorized"),
+        ("a.b.c", 401, "unauthorized"),
+        ("0123456789abcdef.1.{mac}", 410, "store_replaced"),
+        ("{store}.1.{wrong}", 401, "unauthorized"),
+        ("{store}.999.{mac}", 410, "superseded"),
+        ("{store}.1.{mac}é", 401, "unauthorized"),
+    ],
+)
+def test_a_wrong_token_has_its_own_code(worker: Worker, token: str, status: int, code: str) -> None:
+    store, _, mac = worker.token.split(".")
+    wrong = ("0" if mac[0] != "0" else "1") + mac[1:]
+    headers = {"Kvaccord-Attempt": token.format(store=store, mac=mac, wrong=wrong).encode()}
+    answer = worker.http.put(f"{worker.at}/reports", json={"0": a_report()}, headers=headers)
+    problem(answer, status, code)
+
+
+def test_the_token_of_one_engine_does_not_open_another(url: str, worker: Worker) -> None:
+    other = Worker(url, an_engine(), 0, tp=2).enter()
+    other.token = worker.token
+    problem(other.report(), 401, "unauthorized")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b'"x"',
+        b"{",
+        b"[" * 100_000,
+        b'{"0":{"free_bytes":' + b"9" * 6000 + b"}}",
+        b'{"0":\xff}',
+        b'{"0":{"free_bytes":1,"kv_budget_bytes":1,"classes":[{"kind":"page","name":"\\ud800","entry_bytes":1}]}}',
+    ],
+)
+def test_a_body_that_is_no_report_is_refused(worker: Worker, body: bytes) -> None:
+    answer = worker.http.put(
+        f"{worker.at}/reports",
+        content=body,
+        headers=worker.headers | {"Content-Type": "application/json"},
+    )
+    problem(answer, 422, "invalid")
+
+
+def test_an_unknown_path_and_method_are_problems_too(url: str) -> None:
+    problem(httpx.get(f"{url}/v2/engines"), 404, "not_found")
+    problem(httpx.delete(f"{url}/v1/budgets"), 405, "invalid")
+    problem(httpx.get(f"{url}/v1/engines/default/nobody/rounds/current/status"), 404, "not_found")
+    problem(httpx.post(f"{url}/v1/engines/default/a b/join", json={}), 422, "invalid")
+
+
+def test_a_body_of_100_mb_is_refused_and_slows_nobody(url: str, worker: Worker) -> None:
+    other = Worker(url, worker.base.rsplit("/", 1)[1], 1, tp=2).enter()
+    answers: list[httpx.Response] = []
+
+    def flood() -> None:
+        answers.append(
+            httpx.put(
+                f"{url}{worker.at}/reports",
+                content=b"x" * 100_000_000,
+                headers=worker.headers | {"Content-Type": "application/json"},
+                timeout=30,
+            )
+        )
+
+    flooding = threading.Thread(target=flood)
+    flooding.start()
+    slowest = 0.0
+    while flooding.is_alive():
+        began = time.monotonic()
+        assert other.report().status_code == 202
+        slowest = max(slowest, time.monotonic() - began)
+    flooding.join()
+    document = problem(answers[0], 413, "too_large")
+    assert "1048576" in document["detail"]
+    assert slowest < 1.0
+    assert worker.report(wait_s=5).json()["verdict"]["outcome"] == "PASSED"

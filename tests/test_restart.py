@@ -1,0 +1,108 @@
+"""The coordinator is killed or stopped and started again on its SQLite store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.wire import Coordinator, Worker, an_engine, serving
+
+
+@pytest.fixture
+def durable(tmp_path: Path) -> Iterator[Coordinator]:
+    budgets = ("--gather-s", "4", "--report-s", "4", "--apply-s", "4", "--lost-after-s", "2")
+    with serving(*budgets, store=f"sqlite:///{tmp_path}/kvaccord.db") as running:
+        yield running
+
+
+def a_pair(durable: Coordinator) -> list[Worker]:
+    engine = an_engine()
+    return [Worker(durable.url, engine, rank, tp=2).enter() for rank in range(2)]
+
+
+def test_what_was_acknowledged_survives_kill_9(durable: Coordinator) -> None:
+    first, second = a_pair(durable)
+    first.report()
+    durable.kill()
+    durable.start()
+    for worker in (first, second):
+        worker.attach()
+    decision = second.report(wait_s=5)
+    assert decision.json()["verdict"]["outcome"] == "PASSED"
+    durable.kill()
+    durable.start()
+    assert first.decision().content == decision.content
+    assert first.report().content == decision.content
+    what = decision.headers["Kvaccord-Digest"]
+    for worker in (first, second):
+        worker.attach()
+        sealed = worker.applied(what, kv=90, wait_s=1)
+    assert sealed.json()["outcome"] == "SEALED"
+
+
+def test_a_repeated_join_gets_the_same_token_after_kill_9(durable: Coordinator) -> None:
+    worker = Worker(durable.url, an_engine(), 0, tp=2)
+    before = worker.join().json()
+    durable.kill()
+    durable.start()
+    assert worker.join().json() == before
+
+
+def test_a_rank_killed_under_a_coordinator_only_seconds_old_is_known_within_3_s(
+    durable: Coordinator,
+) -> None:
+    first, second = a_pair(durable)
+    durable.kill()
+    durable.start()
+    for worker in (first, second):
+        worker.attach()
+    second.hang_up()
+    began = time.monotonic()
+    verdict = first.report(wait_s=10).json()["verdict"]
+    assert (verdict["code"], verdict["ranks"]) == ("rank_lost", [1])
+    assert time.monotonic() - began < 3
+
+
+def test_a_rank_that_does_not_come_back_to_a_new_coordinator_is_lost_after_its_time(
+    durable: Coordinator,
+) -> None:
+    first, _ = a_pair(durable)
+    durable.kill()
+    durable.start()
+    began = time.monotonic()
+    first.attach()
+    verdict = first.report(wait_s=10).json()["verdict"]
+    assert (verdict["code"], verdict["ranks"]) == ("rank_lost", [1])
+    assert 2.0 <= time.monotonic() - began < 2 + 3
+
+
+def test_sigterm_answers_waiting_calls_ends_streams_and_makes_nobody_suspect(
+    durable: Coordinator,
+) -> None:
+    first, second = a_pair(durable)
+    first.report()
+    began = time.monotonic()
+    durable.stop()
+    assert time.monotonic() - began < 3
+    assert [event for event, _, _ in second.events()][-1] == "move"
+    durable.start()
+    status = first.http.get(f"{first.at}/status").json()
+    assert [m["presence"] for m in status["members"]] == ["unwatched", "unwatched"]
+    for worker in (first, second):
+        worker.attach()
+    assert second.report(wait_s=5).json()["verdict"]["outcome"] == "PASSED"
+
+
+def test_a_store_in_use_is_refused_and_told_what_to_do(
+    durable: Coordinator, tmp_path: Path
+) -> None:
+    with pytest.raises(RuntimeError, match="in use by another coordinator; stop that one"):
+        Coordinator(store=f"sqlite:///{tmp_path}/kvaccord.db")
+
+
+def test_an_unknown_store_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="expected memory or sqlite:///PATH"):
+        Coordinator(store="redis://x")
