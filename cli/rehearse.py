@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -34,6 +35,7 @@ READY_S = 20.0
 STOP_S = 6.0
 # A rank that never comes fails a start only when the gather budget ends, by default 30 minutes.
 ABSENT_GATHER_S = 5.0
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass
@@ -161,8 +163,8 @@ def rehearse(
             say("the coordinator stays up; Ctrl-C stops it")
             try:
                 signal.pause()
-            except KeyboardInterrupt:
-                say("")
+            except (KeyboardInterrupt, SystemExit):
+                say("")  # both end it as asked: the exit code stays the rehearsal's
         raise typer.Exit(report["exit_code"])
 
 
@@ -271,6 +273,13 @@ def _read(start: Path) -> dict[str, Any]:
 
 
 def _child(module: str, *args: str, stderr: Any) -> subprocess.Popen[str]:
+    """A process that ends with this one, even when this one is killed."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+    def end_with_parent() -> None:
+        assert libc is not None
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
     return subprocess.Popen(
         [sys.executable, "-m", module, *args],
         stdin=subprocess.DEVNULL,
@@ -279,6 +288,7 @@ def _child(module: str, *args: str, stderr: Any) -> subprocess.Popen[str]:
         text=True,
         # Ctrl-C is for the rehearsal, which then ends its processes in order.
         start_new_session=True,
+        preexec_fn=end_with_parent if libc else None,
     )
 
 
@@ -301,7 +311,8 @@ def _coordinator(
             address = next((w for w in line.split() if w.startswith("http")), "").rstrip("/")
             if not address:
                 noise.seek(0)
-                _refuse(f"the coordinator did not start: {(line + noise.read()).strip()[-500:]}")
+                said = (line + noise.read()).strip()[-500:] or "it said why above"
+                _refuse(f"the coordinator did not start: {said}")
             _wait_ready(address, process)
             yield address
         finally:

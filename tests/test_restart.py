@@ -79,6 +79,19 @@ def test_a_rank_that_does_not_come_back_to_a_new_coordinator_is_lost_after_its_t
     assert 2.0 <= time.monotonic() - began < 2 + 3
 
 
+def test_a_rank_killed_after_the_verdict_aborts_the_round_within_lost_after_s_and_3_s(
+    durable: Coordinator,
+) -> None:
+    first, second = a_pair(durable)
+    first.report()
+    what = second.report(wait_s=5).headers["Kvaccord-Digest"]
+    second.hang_up()
+    began = time.monotonic()
+    outcome = first.applied(what, wait_s=10, kv=90).json()
+    assert (outcome["outcome"], outcome["code"], outcome["ranks"]) == ("ABORTED", "rank_lost", [1])
+    assert 2.0 <= time.monotonic() - began < 2 + 3
+
+
 def test_sigterm_answers_waiting_calls_ends_streams_and_makes_nobody_suspect(
     durable: Coordinator,
 ) -> None:
