@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import socket
 from pathlib import Path
@@ -66,6 +67,12 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     if store == "memory":
         logging.getLogger("kvaccord").warning("--store memory: rounds end with this process")
+    if not _is_loopback(listener):
+        logging.getLogger("kvaccord").warning(
+            "%s is reachable from other hosts and asks for no token yet: keep it inside a private"
+            " network (docs/security.md)",
+            host,
+        )
     if faults is not None:
         logging.getLogger("kvaccord").warning("fault injection is enabled: never in production")
     config = uvicorn.Config(
@@ -115,6 +122,10 @@ def _listen(host: str, port: int) -> socket.socket:
         if hasattr(socket, option):  # not every kernel has each of them
             listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     return listener
+
+
+def _is_loopback(listener: socket.socket) -> bool:
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def _open(store: str) -> EngineLog:

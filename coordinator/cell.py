@@ -25,7 +25,6 @@ from coordinator.events import (
     Reported,
     Reserved,
     Suspected,
-    Touch,
     Touched,
 )
 
@@ -40,6 +39,11 @@ class Fact:
     index: int
     kind: Literal["fact", "decision", "outcome"]
     data: str
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Facts of an engine are ordered by it."""
+        return self.entry, self.index
 
     @property
     def id(self) -> str:
@@ -97,7 +101,6 @@ class Cell:
         self.name = name
         self.lock = asyncio.Lock()
         self.clock = Clock()
-        self.pending: tuple[Touch, ...] = ()  # touched calls that appended nothing
         self.stale = True  # the log may hold more than this
         self._store_id = store_id
         self._changed = asyncio.Event()
@@ -122,7 +125,7 @@ class Cell:
         self._changed = asyncio.Event()
 
     async def change(self, timeout_s: float) -> None:
-        """Return when something was added, or after `timeout_s` seconds."""
+        """Wait for news, at most `timeout_s` seconds."""
         changed = self._changed
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):

@@ -165,7 +165,8 @@ def evolve(engine: Engine, event: Event) -> Engine:
             kept = {**engine.reservations, attempt: Reservation(join, touched)}
             for oldest in list(kept)[: len(kept) - KEPT_RESERVATIONS]:
                 del kept[oldest]
-            return replace(engine, last_attempt=attempt, reservations=kept)
+            last = max(attempt, engine.last_attempt)
+            return replace(engine, last_attempt=last, reservations=kept)
         case Opened():
             return _opened(engine, event)
         case Claimed(round=number, attempt=attempt):

@@ -159,6 +159,15 @@ def decide(engine: Engine, command: Command) -> tuple[Event, ...]:
 
     Raises a Refused when the sender is wrong; then nothing is kept.
     """
+    events = _decide(engine, command)
+    if not events and isinstance(command, Claim | Submit | Veto | Leave | Apply):
+        # A call that appends nothing was touched all the same: the decision must say so.
+        round_ = engine.round_of(command.attempt)
+        return _touched(round_, command.touched) if round_ else ()
+    return events
+
+
+def _decide(engine: Engine, command: Command) -> tuple[Event, ...]:
     match command:
         case Reserve():
             return _on_reserve(engine, command)
@@ -315,9 +324,7 @@ def _open(engine: Engine, command: Claim, reserved: Reservation) -> tuple[Event,
 
 def _claimed(round_: Round, command: Claim, reserved: Reservation) -> tuple[RoundEvent, ...]:
     claimed = Claimed(round=round_.number, attempt=command.attempt)
-    # A decided round's list of faults is frozen: what touches it later changes nothing.
-    touches = reserved.touched + command.touched if round_.open else ()
-    return (*_touched(round_.number, touches), claimed)
+    return (*_touched(round_, reserved.touched + command.touched), claimed)
 
 
 def _fence(engine: Engine, attempt: int, join: Join, last: Round) -> None:
@@ -435,7 +442,7 @@ def _on_submit(engine: Engine, command: Submit) -> tuple[Event, ...]:
     return settle(
         engine,
         round_.number,
-        *_touched(round_.number, command.touched),
+        *_touched(round_, command.touched),
         Reported(
             round=round_.number,
             attempt=member.attempt,
@@ -479,7 +486,7 @@ def _said_no(
     if not round_.open or member.gone:
         return ()
     return (
-        *_touched(round_.number, touched),
+        *_touched(round_, touched),
         Objected(
             round=round_.number,
             attempt=member.attempt,
@@ -510,7 +517,7 @@ def _on_leave(engine: Engine, command: Leave) -> tuple[Event, ...]:
         f"left before the round was sealed: {reason}",
         gone=True,
     )
-    return (*_touched(round_.number, command.touched), left)
+    return (*_touched(round_, command.touched), left)
 
 
 def _on_apply(engine: Engine, command: Apply) -> tuple[Event, ...]:
@@ -537,7 +544,7 @@ def _on_apply(engine: Engine, command: Apply) -> tuple[Event, ...]:
     assert said.built is not None, "either built or failed"
     if not round_.open or member.gone or member.applied is not None or not member.seated:
         return ()
-    touched = _touched(round_.number, command.touched)
+    touched = _touched(round_, command.touched)
     planned = Decision(round_.decision)
     wrong = [r for r in member.ranks if planned.entries(r) != dict(said.built)]
     if wrong:
@@ -693,8 +700,10 @@ def _ended(engine: Engine, round_: Round, verdict: Verdict) -> Ended:
     )
 
 
-def _touched(number: int, touches: tuple[Touch, ...]) -> tuple[Touched, ...]:
-    return (Touched(round=number, touches=touches),) if touches else ()
+def _touched(round_: Round, touches: tuple[Touch, ...]) -> tuple[Touched, ...]:
+    """What fault rules did, where the round does not say it yet; an ended one is frozen."""
+    new = tuple(t for t in dict.fromkeys(touches) if t not in round_.touches)
+    return (Touched(round=round_.number, touches=new),) if new and round_.open else ()
 
 
 def _objected(

@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.cell import TICK_S, Cell
@@ -326,12 +326,8 @@ class Service:
         async with cell.lock:
             while True:
                 await self._refresh(cell)
-                touches = getattr(command, "touched", ())
-                if cell.pending and not isinstance(command, Finding | Reserve):
-                    command = replace(command, touched=cell.pending + touches)
                 events = decide(cell.engine, command)
                 if not events:
-                    cell.pending += touches
                     return cell.engine
                 entry, began_s = Entry(events=events), loop.time()
                 cell.stale = True  # until the append is known to have been kept, or not
@@ -343,7 +339,6 @@ class Service:
                     raise _unavailable(error) from error
                 self.append_seconds(loop.time() - began_s)
                 cell.stale = False
-                cell.pending = ()
                 cell.add(events)
                 break
         self._told(cell)

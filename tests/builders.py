@@ -156,9 +156,7 @@ class Process:
     def reports(self, report: Report | int = 90, *, round_: int | None = None) -> tuple[Event, ...]:
         report = a_report(report) if isinstance(report, int) else report
         number = self.round.number if round_ is None else round_
-        return self.log.do(
-            Submit(number, self.attempt, dict.fromkeys(self.join.ranks, report), {})
-        )
+        return self.log.do(Submit(number, self.attempt, dict.fromkeys(self.join.ranks, report), {}))
 
     def vetoes(self, text: str = "CUDA out of memory", **changes: Any) -> tuple[Event, ...]:
         fields: dict[str, Any] = {"rank": self.join.ranks[0], "text": text}

@@ -113,6 +113,29 @@ def test_a_fault_before_the_round_stands_in_its_decision_too(
     assert faults == [{"id": rule, "kind": "delay", "call": call, "ranks": [1]}]
 
 
+def test_a_repeated_call_that_was_touched_stands_in_the_decision_too(
+    staging: Coordinator,
+) -> None:
+    engine = an_engine()
+    first, second = a_pair(staging, engine)
+    first.report()
+    rule = armed(staging, kind="drop_answer", engine=engine, ranks=[0], count=2)
+    for _ in range(2):
+        with pytest.raises(httpx.TransportError):
+            first.report()
+    assert [f["id"] for f in second.report(wait_s=5).json()["faults"]] == [rule]
+
+
+def test_what_is_touched_after_the_end_changes_no_frozen_document(staging: Coordinator) -> None:
+    engine = an_engine()
+    first, _ = a_pair(staging, engine)
+    first.veto("broken")
+    before = first.report(wait_s=5).content
+    armed(staging, kind="delay", engine=engine, delay_s=0.1)
+    assert first.report().content == before
+    assert first.http.get(f"{first.at}/status").json()["faults"] == []
+
+
 def test_a_round_that_no_rule_touched_says_so(staging: Coordinator) -> None:
     armed(staging, kind="delay", engine="somebody-else", delay_s=1.0)
     first, second = a_pair(staging, an_engine())

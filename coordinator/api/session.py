@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from bisect import bisect_right
 from collections.abc import AsyncGenerator
 
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from coordinator.cell import Cell, Fact
+from coordinator.cell import Fact
 from coordinator.presence import Connection
 from coordinator.service import Service
 
@@ -31,7 +32,11 @@ class SessionStream(Response):
         super().__init__()
         self._service = service
         self._connection = connection
-        self._after = tuple(map(int, after.split("."))) if after else (-1, -1)
+        self._cell = service.cell(connection.seat.name)
+        self._heard = 0  # how many of the round's facts: they only ever grow
+        if after:
+            last = tuple(map(int, after.split(".")))
+            self._heard = bisect_right(self._facts, last, key=lambda fact: fact.place)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         by_peer = False
@@ -58,22 +63,27 @@ class SessionStream(Response):
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    @property
+    def _facts(self) -> list[Fact]:
+        return self._cell.facts[self._connection.seat.round]
+
     async def _events(self) -> AsyncGenerator[bytes]:
-        seat = self._connection.seat
-        cell: Cell = self._service.cell(seat.name)
+        loop = asyncio.get_running_loop()
         yield KEEPALIVE_COMMENT  # at once: whoever reads it knows that the session is open
+        quiet_since_s = loop.time()
         while not self._service.stopping:
-            fresh = [f for f in cell.facts[seat.round] if (f.entry, f.index) > self._after]
-            for fact in fresh:
-                yield _event(fact)
-                self._after = (fact.entry, fact.index)
-            if cell.engine.rounds[seat.round].ended in ("FAILED", "ABORTED"):
+            if fresh := self._facts[self._heard :]:
+                yield b"".join(map(_event, fresh))
+                self._heard += len(fresh)
+                quiet_since_s = loop.time()
+                continue
+            if self._cell.engine.rounds[self._connection.seat.round].ended in ("FAILED", "ABORTED"):
                 return
-            if not fresh:
-                began = cell.engine.entries
-                await cell.change(COMMENT_S)
-                if cell.engine.entries == began:
-                    yield KEEPALIVE_COMMENT
+            if (left_s := quiet_since_s + COMMENT_S - loop.time()) > 0:
+                await self._cell.change(left_s)
+            else:
+                yield KEEPALIVE_COMMENT
+                quiet_since_s = loop.time()
         yield format_sse_event(event="move", data_str=f'{{"after_s":{REATTACH_S}}}')
 
 
