@@ -15,3 +15,14 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(rehearse)
 app.command()(healthcheck)
+
+
+def run() -> int:
+    """Run the command. Usage errors exit with 1: 2 says that a start failed, 3 no verdict."""
+    try:
+        return app(standalone_mode=False) or 0
+    except typer.TyperException as error:
+        typer.echo(f"kvaccord: {error.format_message()}", err=True)
+        return 1
+    except typer.Abort:
+        return 1

@@ -63,14 +63,17 @@ class Clock:
         self._grace_s = 0.0
 
     def advance(self, round_: Round, elapsed_s: float) -> None:
-        self._turn_to(round_)
+        """Count time that passed while this was the open round."""
+        if self._running != (round_.number, round_.phase):
+            if not self._same_grace(round_):
+                self._grace_s = 0.0
+            self._running, self._spent_s = (round_.number, round_.phase), 0.0
         self._spent_s += min(elapsed_s, TICK_S)
         if round_.causes:
             self._grace_s += min(elapsed_s, TICK_S)
 
     def left_s(self, round_: Round) -> float:
-        """What is left of the running budget; 0 when the round has ended."""
-        self._turn_to(round_)
+        """What is left of the running budget, 0 when the round has ended. Changes nothing."""
         match round_.phase:
             case "gather":
                 budget_s = round_.budgets.gather_s
@@ -80,18 +83,16 @@ class Clock:
                 budget_s = round_.budgets.apply_s
             case None:
                 return 0.0
-        return max(0.0, budget_s - self._spent_s)
+        spent_s = self._spent_s if self._running == (round_.number, round_.phase) else 0.0
+        return max(0.0, budget_s - spent_s)
 
-    def grace_left_s(self, grace_s: float) -> float:
-        return max(0.0, grace_s - self._grace_s)
+    def grace_left_s(self, round_: Round, grace_s: float) -> float:
+        return max(0.0, grace_s - (self._grace_s if self._same_grace(round_) else 0.0))
 
-    def _turn_to(self, round_: Round) -> None:
-        before, now = self._running, (round_.number, round_.phase)
-        if before == now:
-            return
-        self._running, self._spent_s = now, 0.0
-        if before[0] != now[0] or now[1] == "apply":
-            self._grace_s = 0.0
+    def _same_grace(self, round_: Round) -> bool:
+        # The grace of a failing start runs on when the last rank joins; an abort has its own.
+        number, phase = self._running
+        return number == round_.number and (phase == "apply") == (round_.phase == "apply")
 
 
 class Cell:

@@ -26,7 +26,7 @@ from coordinator.events import (
     Touched,
 )
 from kvaccord.layout import Layout
-from kvaccord.messages import Join, Launch, Report
+from kvaccord.messages import Built, Join, Launch, Report
 
 # Attempts given out and not claimed yet. Twice the largest world: a whole start may join before
 # its first claim, and so may the start after it.
@@ -51,7 +51,7 @@ class Member:
     seated: bool
     suspect: str | None = None  # the connection whose end made it so
     gone: bool = False
-    applied: Mapping[str, int] | None = None
+    applied: Built | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -70,6 +70,7 @@ class Round:
     sent: Mapping[int, Report] = field(default_factory=dict)  # by rank, as sent
     planned: Mapping[int, Report] = field(default_factory=dict)  # by rank, as planned
     causes: tuple[Cause, ...] = ()
+    traces: tuple[tuple[tuple[int, ...], str], ...] = ()  # (ranks, end of the traceback)
     touches: tuple[Touch, ...] = ()
     verdict: Literal["PASSED", "FAILED"] | None = None
     decision: bytes = b""
@@ -133,8 +134,8 @@ class Engine:
     last_attempt: int = 0
     reservations: Mapping[int, Reservation] = field(default_factory=dict)  # not claimed yet
     rounds: Mapping[int, Round] = field(default_factory=dict)
-    runs: tuple[str, ...] = ()  # the latest runs, oldest first; the last one is current
-    run_since: int = 0  # the last attempt given out before the current run's first round
+    # Runs that another run took over from, oldest first, and the last attempt given out by then.
+    left_runs: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def last(self) -> Round | None:
@@ -163,7 +164,7 @@ def evolve(engine: Engine, event: Event) -> Engine:
     match event:
         case Reserved(attempt=attempt, join=join, touched=touched):
             kept = {**engine.reservations, attempt: Reservation(join, touched)}
-            for oldest in list(kept)[: len(kept) - KEPT_RESERVATIONS]:
+            for oldest in list(kept)[: max(0, len(kept) - KEPT_RESERVATIONS)]:
                 del kept[oldest]
             last = max(attempt, engine.last_attempt)
             return replace(engine, last_attempt=last, reservations=kept)
@@ -177,14 +178,14 @@ def evolve(engine: Engine, event: Event) -> Engine:
 
 
 def _opened(engine: Engine, event: Opened) -> Engine:
-    run, runs, since = event.launch.run, engine.runs, engine.run_since
-    if not runs or runs[-1] != run:
-        runs = (*(r for r in runs if r != run), run)[-KEPT_RUNS:]
-        since = engine.last_attempt
+    left = engine.left_runs
+    if engine.last and engine.last.launch.run != event.launch.run:
+        left = {**left}
+        left.pop(engine.last.launch.run, None)  # its place is that of the latest run now
+        left[engine.last.launch.run] = engine.last_attempt
+        left = dict(list(left.items())[-KEPT_RUNS:])
     opened = Round(event.round, event.launch, event.layout, event.mode, event.budgets)
-    return replace(
-        engine, rounds={**engine.rounds, event.round: opened}, runs=runs, run_since=since
-    )
+    return replace(engine, rounds={**engine.rounds, event.round: opened}, left_runs=left)
 
 
 def _claimed(engine: Engine, round_: Round, attempt: int) -> Engine:
@@ -223,8 +224,11 @@ def _in_round(
                 sent={**round_.sent, **reports},
                 planned={**round_.planned, **reports, **planned},
             )
-        case Objected(attempt=attempt, gone=gone, cause=cause):
-            round_ = replace(round_, causes=(*round_.causes, cause))
+        case Objected(attempt=attempt, gone=gone, cause=cause, trace=trace):
+            traces = ((cause.ranks, trace),) if trace else ()
+            round_ = replace(
+                round_, causes=(*round_.causes, cause), traces=(*round_.traces, *traces)
+            )
             return _with_member(round_, attempt, gone=True) if gone else round_
         case Suspected(attempt=attempt, connection=connection):
             return _with_member(round_, attempt, suspect=connection)

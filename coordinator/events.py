@@ -11,9 +11,12 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from kvaccord.layout import Layout
-from kvaccord.messages import Join, Launch, Rank, Report
+from kvaccord.messages import Built, Join, Launch, Rank, Report
 
-STORED_VERSION = 1
+STORED_VERSION: Literal[1] = 1
+
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Stored(BaseModel):
@@ -35,9 +38,9 @@ class Touch(Stored):
 class Budgets(Stored):
     """Hard ends in seconds: opening to all claimed, from then to all reported, PASSED to sealed."""
 
-    gather_s: float = 1800.0
-    report_s: float = 7200.0
-    apply_s: float = 1800.0
+    gather_s: Seconds = 1800.0
+    report_s: Seconds = 7200.0
+    apply_s: Seconds = 1800.0
 
 
 class Reserved(Stored):
@@ -123,7 +126,7 @@ class Applied(Stored):
     event: Literal["applied"] = "applied"
     round: int
     attempt: int
-    built: dict[str, int]
+    built: Built
 
 
 class Touched(Stored):
@@ -179,7 +182,7 @@ class EngineName:
 class Entry(Stored):
     """A batch of events that was, or will be, appended as one."""
 
-    version: int = STORED_VERSION
+    version: Literal[1] = STORED_VERSION
     events: tuple[Annotated[Event, Field(discriminator="event")], ...]
 
     def to_bytes(self) -> bytes:

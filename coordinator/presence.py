@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from coordinator.events import EngineName
 from coordinator.round import Finding, Lose, Suspect
@@ -56,9 +57,9 @@ class Presence:
         return frozenset(s.attempt for s in self._open if (s.name, s.round) == (name, round_))
 
     def expect(self, seat: Seat, *, within_s: float) -> None:
-        """A process that claimed, or was here before this coordinator, must open its session."""
+        """A process without a session must open one, or it is lost."""
         if seat not in self._open:
-            self._after(seat, Connection(seat), within_s)
+            self._start(seat, self._await_opening(seat, within_s))
 
     def attach(self, seat: Seat) -> Connection:
         """A session opened. Of two for one seat the newer counts."""
@@ -72,7 +73,7 @@ class Presence:
             return
         del self._open[connection.seat]
         if by_peer:
-            self._after(connection.seat, connection, 0.0)
+            self._start(connection.seat, self._await_return(connection))
 
     def forget_round(self, name: EngineName, round_: int) -> None:
         """The round has ended: nobody is waited for any more."""
@@ -83,18 +84,24 @@ class Presence:
         for seat in list(self._tasks):
             self._forget(seat)
 
-    def _after(self, seat: Seat, connection: Connection, wait_s: float) -> None:
+    def _start(self, seat: Seat, waiting: Coroutine[Any, Any, None]) -> None:
         self._forget(seat)
-        task = asyncio.create_task(self._follow(seat, connection, wait_s))
-        self._tasks[seat] = task
+        task = self._tasks[seat] = asyncio.create_task(waiting)
         task.add_done_callback(lambda done: self._drop(seat, done))
 
-    async def _follow(self, seat: Seat, connection: Connection, wait_s: float) -> None:
-        await asyncio.sleep(wait_s)
-        await self._report(seat.name, Suspect(seat.round, seat.attempt, connection.id))
+    async def _await_opening(self, seat: Seat, within_s: float) -> None:
+        await asyncio.sleep(within_s)
+        never = Connection(seat)
+        await self._report(seat.name, Suspect(seat.round, seat.attempt, never.id))
+        lose = Lose(seat.round, seat.attempt, never.id, within_s, was_open=False)
+        await self._report(seat.name, lose)
+
+    async def _await_return(self, ended: Connection) -> None:
+        seat = ended.seat
+        await self._report(seat.name, Suspect(seat.round, seat.attempt, ended.id))
         after_s = self._patience_s(seat)
         await asyncio.sleep(after_s)
-        lose = Lose(seat.round, seat.attempt, connection.id, after_s)
+        lose = Lose(seat.round, seat.attempt, ended.id, after_s, was_open=True)
         await self._report(seat.name, lose)
 
     def _forget(self, seat: Seat) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
-from typing import Literal, assert_never
+from itertools import chain
+from typing import Any, Literal, assert_never
 
 from coordinator.engine import (
     Engine,
@@ -59,8 +60,8 @@ from kvaccord.errors import (
     Superseded,
 )
 from kvaccord.layout import named
-from kvaccord.messages import Join, Report
-from kvaccord.plan import differing_maps
+from kvaccord.messages import Join, Report, cut
+from kvaccord.plan import differing_maps, first_keys
 
 
 @dataclass(frozen=True)
@@ -133,12 +134,13 @@ class Clear:
 
 @dataclass(frozen=True)
 class Lose:
-    """Found: a suspect did not come back in `after_s` seconds."""
+    """Found: a suspect did not come back, or never opened a session, in `after_s` seconds."""
 
     round: int
     attempt: int
     connection: str
     after_s: float
+    was_open: bool = True
 
 
 @dataclass(frozen=True)
@@ -160,11 +162,12 @@ def decide(engine: Engine, command: Command) -> tuple[Event, ...]:
     Raises a Refused when the sender is wrong; then nothing is kept.
     """
     events = _decide(engine, command)
-    if not events and isinstance(command, Claim | Submit | Veto | Leave | Apply):
-        # A call that appends nothing was touched all the same: the decision must say so.
-        round_ = engine.round_of(command.attempt)
-        return _touched(round_, command.touched) if round_ else ()
-    return events
+    if events or not isinstance(command, Call) or not command.touched:
+        return events
+    # A call that appends nothing was touched all the same: the decision must say so.
+    known = find_attempt(engine, command.join) if isinstance(command, Reserve) else command.attempt
+    round_ = engine.round_of(known) if known is not None else None
+    return _touched(round_, command.touched) if round_ else ()
 
 
 def _decide(engine: Engine, command: Command) -> tuple[Event, ...]:
@@ -194,9 +197,11 @@ def _decide(engine: Engine, command: Command) -> tuple[Event, ...]:
 
 def find_attempt(engine: Engine, join: Join) -> int | None:
     """The attempt already given to this process: a repeated join gets the same answer."""
-    known = [(a, r.join) for a, r in engine.reservations.items()]
-    if engine.last:
-        known += [(m.attempt, m.join) for m in engine.last.members.values()]
+    claimed = (m for r in engine.newest_first() for m in r.members.values())
+    known = chain(
+        ((a, r.join) for a, r in engine.reservations.items()),
+        ((m.attempt, m.join) for m in claimed),
+    )
     for attempt, earlier in known:
         if (earlier.nonce, earlier.ranks) == (join.nonce, join.ranks):
             if earlier != join:
@@ -239,9 +244,9 @@ def _on_claim(engine: Engine, command: Claim) -> tuple[Event, ...]:
     last, join = engine.last, reserved.join
     if last is None:
         return _open(engine, command, reserved)
+    _fence(engine, command.attempt, join, last)
     if join.launch.run == last.launch.run and join.launch.restart == last.launch.restart:
         return _claim_of_this_launch(engine, command, reserved, last)
-    _fence(engine, command.attempt, join, last)
     same_run = join.launch.run == last.launch.run
     alive = _alive(last, command.watched)
     if alive and not same_run and last.ended in (None, "SEALED"):
@@ -278,15 +283,8 @@ def _claim_of_this_launch(
     if last.ended == "FAILED" and not taken and not _was_here(last, join):
         # Nobody had claimed its slot: a late member of the start that failed. It hears why.
         return _claimed(last, command, reserved)
-    if last.ended == "SEALED" and (alive := [m for m in taken if m.attempt in command.watched]):
-        raise DuplicateRank(
-            f"{named(join.ranks)} on {join.host} (pid {join.pid}): held by a living process on"
-            f" {alive[0].join.host} (pid {alive[0].join.pid}) in round {last.number}, which is"
-            " sealed and stands; stop one of the two",
-            rank=join.ranks[0],
-            field="ranks",
-            value=str(join.ranks[0]),
-        )
+    if last.ended == "SEALED" and (alive := _alive(last, command.watched)):
+        _not_in_place_of(taken, alive, join, last)
     if not last.open:
         return _open(engine, command, reserved)
     claimed = _claimed(last, command, reserved)
@@ -304,9 +302,25 @@ def _claim_of_this_launch(
         ended = _end(engine, last, cause)
         return ended + _open(reduce(evolve, ended, engine), command, reserved)
     if taken:
-        old = taken[0]
-        return (*claimed, _duplicate(last, command.attempt, join, old))
+        alive = [m for m in taken if not m.gone and not m.suspect]
+        return (*claimed, _duplicate(last, command.attempt, join, alive[0]))
     return settle(engine, last.number, *claimed, *_inputs_differ(last, command.attempt, join))
+
+
+def _not_in_place_of(taken: list[Member], alive: list[Member], join: Join, last: Round) -> None:
+    """A sealed round stands while its members are alive: refuse who would take their place."""
+    holders = [m for m in taken if m in alive] if taken else alive
+    if not holders:
+        return
+    what = "held by" if taken else "outside the layout of"
+    raise DuplicateRank(
+        f"{named(join.ranks)} on {join.host} (pid {join.pid}): {what} a living start, round"
+        f" {last.number}, which is sealed and stands; {named(holders[0].ranks)} is on"
+        f" {holders[0].join.host} (pid {holders[0].join.pid}): stop one of the two",
+        rank=join.ranks[0],
+        field="ranks",
+        value=str(join.ranks[0]),
+    )
 
 
 def _open(engine: Engine, command: Claim, reserved: Reservation) -> tuple[Event, ...]:
@@ -329,13 +343,16 @@ def _claimed(round_: Round, command: Claim, reserved: Reservation) -> tuple[Roun
 
 def _fence(engine: Engine, attempt: int, join: Join, last: Round) -> None:
     """Refuse what belongs to an older start, however late its packet arrives."""
-    launch = join.launch
-    if launch.run == last.launch.run:
-        old = launch.restart < last.launch.restart
+    launch, left_at = join.launch, engine.left_runs.get(join.launch.run)
+    if launch.run == last.launch.run and launch.restart < last.launch.restart:
+        old = True
+    elif left_at is None:
+        old = False
     else:
-        old = launch.run in engine.runs
-        if launch.source == "master":  # MASTER_ADDR:MASTER_PORT comes back by nature
-            old = old and attempt <= engine.run_since
+        # MASTER_ADDR:MASTER_PORT comes back by nature: there, only who joined before it was left
+        # is old. For any other source the same holds while the run is current.
+        came_back = launch.source == "master" or launch.run == last.launch.run
+        old = attempt <= left_at or not came_back
     if old:
         raise Superseded(
             f"{named(join.ranks)} on {join.host}: launch {launch} is older than launch"
@@ -366,16 +383,22 @@ def _differs(round_: Round, attempt: int, join: Join) -> Objected:
         f" {', '.join(f'{k} {theirs[k]}' for k in keys)};"
         " start every rank with the same layout"
     )
-    return _objected(round_, attempt, "inputs_disagree", join.ranks, join.host, text)
+    # Once the numbers are agreed every slot is held: whoever comes then is one too many.
+    code = "duplicate_rank" if round_.verdict else "inputs_disagree"
+    return _objected(round_, attempt, code, join.ranks, join.host, text)
 
 
 def _inputs_differ(round_: Round, attempt: int, join: Join) -> list[Objected]:
-    said = {m.ranks[0]: m.join.inputs for m in round_.seated if m.join.inputs is not None}
-    if join.inputs is None or not said:
+    members = {m.ranks[0]: m.join for m in round_.seated if m.join.inputs is not None}
+    if join.inputs is None or not members:
         return []
+    members[join.ranks[0]] = join
     return [
-        _objected(round_, attempt, found.code, found.ranks, join.host, found.text)
-        for found in differing_maps("inputs", {**said, join.ranks[0]: join.inputs})
+        _objected(
+            round_, attempt, found.code, found.ranks, members[found.ranks[0]].host, found.text
+        )
+        for found in first_keys(differing_maps("inputs", {r: j.inputs for r, j in members.items()}))
+        if join.ranks[0] in found.ranks  # who agrees with most adds nothing to what was found
     ]
 
 
@@ -542,28 +565,62 @@ def _on_apply(engine: Engine, command: Apply) -> tuple[Event, ...]:
     if said.failed is not None:
         return _said_no(round_, member, command.touched, "apply_failed", member.ranks, said.failed)
     assert said.built is not None, "either built or failed"
+    if foreign := sorted(r for r in said.built if isinstance(r, int) and r not in member.ranks):
+        raise Invalid(
+            f"{named(foreign)}: not among the ranks this process claimed ({list(member.ranks)});"
+            " say what was built on the ranks that joined",
+            rank=foreign[0],
+            field="built",
+            value=str(foreign[0]),
+        )
+    if member.applied is not None and member.applied != said.built:
+        raise Conflict(
+            f"{named(member.ranks)} already said that it built {_shown(member.applied)} and now"
+            f" says {_shown(said.built)}; the first stands",
+            rank=member.ranks[0],
+            field="built",
+            value=_shown(said.built),
+        )
     if not round_.open or member.gone or member.applied is not None or not member.seated:
         return ()
     touched = _touched(round_, command.touched)
-    planned = Decision(round_.decision)
-    wrong = [r for r in member.ranks if planned.entries(r) != dict(said.built)]
-    if wrong:
-        text = (
-            f"built {dict(sorted(said.built.items()))}, the decision says"
-            f" {dict(sorted(planned.entries(wrong[0]).items()))}; a rank builds exactly its row"
-        )
-        objected = _objected(
+    if wrong := _built_otherwise(round_, member, said.built):
+        return (*touched, wrong)
+    applied = Applied(round=round_.number, attempt=member.attempt, built=said.built)
+    return settle(engine, round_.number, *touched, applied)
+
+
+def _built_otherwise(round_: Round, member: Member, built: messages.Built) -> Objected | None:
+    """Every rank builds exactly its row of the plan."""
+    rows = {rank: Decision(round_.decision).entries(rank) for rank in member.ranks}
+    for rank, row in rows.items():
+        said = messages.built_on(built, rank, row)
+        if said != row:
+            text = (
+                f"built {_shown(said)}, the decision says {_shown(row)}; a rank builds exactly its"
+                " row of the plan"
+            )
+            ranks, host = (rank,), member.join.host
+            return _objected(
+                round_, member.attempt, "applied_differently", ranks, host, text, gone=True
+            )
+    known = {name for row in rows.values() for name in row}
+    if odd := sorted(messages.classes_in(built) - known):
+        text = f"built classes {odd}, which the plan has for none of its ranks; build the plan only"
+        return _objected(
             round_,
             member.attempt,
             "applied_differently",
-            wrong,
+            member.ranks,
             member.join.host,
             text,
             gone=True,
         )
-        return (*touched, objected)
-    applied = Applied(round=round_.number, attempt=member.attempt, built=said.built)
-    return settle(engine, round_.number, *touched, applied)
+    return None
+
+
+def _shown(built: Mapping[Any, Any]) -> str:
+    return cut(", ".join(f"{key} {built[key]}" for key in sorted(built)), 300)
 
 
 # --- findings -----------------------------------------------------------------------------------
@@ -584,11 +641,12 @@ def _on_presence(engine: Engine, command: Suspect | Clear | Lose) -> tuple[Event
                 return ()
             cleared = Cleared(round=round_.number, attempt=member.attempt)
             return settle(engine, round_.number, cleared)
-        case Lose(connection=connection, after_s=after_s):
+        case Lose(connection=connection, after_s=after_s, was_open=was_open):
             if member.suspect != connection:  # back since, or another session's end
                 return ()
+            what = "ended and did not come back" if was_open else "was not opened"
             text = (
-                f"lost: its session ended and did not come back within {after_s:g} s"
+                f"lost: its session {what} within {after_s:g} s"
                 f" (pid {member.join.pid}); look at this process's own log, and for the kernel's"
                 " out-of-memory killer"
             )

@@ -242,9 +242,9 @@ class Service:
         round_, member = member_of(cell.engine, number, attempt)
         if member.suspect and round_.open and not member.gone:
             await self._carry_out(cell, Clear(number, attempt))
-            # It had a session before; without one again in a moment it is suspect again.
+            # It had a session before: it must have one again as soon as if it had not called.
             seat = Seat(name, number, attempt)
-            self.presence.expect(seat, within_s=self.settings.reattach_s)
+            self.presence.expect(seat, within_s=self._patience_s(seat))
 
     def cell(self, name: EngineName) -> Cell:
         """For streams, which follow an engine's facts. Raises NotFound."""
@@ -390,7 +390,7 @@ class Service:
             assert what is not None, "an open round has a phase"
             finding = Spend(round_.number, what)
             if round_.causes:
-                left_s = min(left_s, cell.clock.grace_left_s(self.settings.grace_s))
+                left_s = min(left_s, cell.clock.grace_left_s(round_, self.settings.grace_s))
                 finding = Spend(round_.number, "grace")
             if left_s <= 0:
                 await self._find(cell.name, finding)

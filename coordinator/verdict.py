@@ -9,19 +9,12 @@ from typing import Any
 from coordinator.engine import Engine, Round
 from coordinator.events import Cause, Touch
 from kvaccord import canonical
+from kvaccord import plan as plan_rules
 from kvaccord.layout import Layout, named
 from kvaccord.messages import Report, cut
 from kvaccord.plan import Finding, Reports, agreed_sentence, plan, plan_document
 
-NOT_RETRYABLE = {
-    "state_floor_exceeds_budget",
-    "does_not_fit",
-    "inputs_disagree",
-    "implausible_report",
-    "spread_too_wide",
-    "applied_differently",
-    "cancelled",
-}
+NOT_RETRYABLE = plan_rules.NOT_RETRYABLE | {"spread_too_wide", "applied_differently", "cancelled"}
 # A decision stays readable and bounded however many ranks fail at once.
 LONG_CAUSES, LONG_BYTES = 16, 1024
 SHORT_CAUSES, SHORT_BYTES = 112, 120
@@ -168,7 +161,7 @@ def _cause(finding: Finding, hosts: dict[int, str]) -> Cause:
         ranks=finding.ranks,
         host=hosts.get(finding.ranks[0]),
         text=finding.text,
-        retryable=finding.code not in NOT_RETRYABLE,
+        retryable=finding.retryable,
     )
 
 

@@ -12,9 +12,9 @@ from kvaccord.plan import page_count
 
 
 def budget_row(engine: Engine) -> dict[str, Any]:
-    """State of the last round, and what was agreed in the round in force.
+    """State of the last round, the last verdict, and what was agreed in the round in force.
 
-    An engine that never sealed has no `agreed`, and the code of its last verdict.
+    An engine that never sealed has no `agreed`.
     """
     row: dict[str, Any] = {
         "namespace": engine.name.namespace,
@@ -24,19 +24,23 @@ def budget_row(engine: Engine) -> dict[str, Any]:
     if last := engine.last:
         row |= {"round": last.number, "state": last.state, "faults": faults(last.touches)}
         row |= {"waiting_for": last.waiting_for}
-        row |= last_word(last)
+    for round_ in engine.newest_first():
+        if round_.decision:
+            row |= last_word(round_)
+            break
     if in_force := engine.in_force:
         row["agreed"] = agreed(in_force)
     return row
 
 
 def last_word(round_: Round) -> dict[str, Any]:
-    """code and message of the round's latest frozen document; nothing while it is undecided."""
+    """What the round's latest frozen document says; nothing while it is undecided."""
     if not round_.decision:
         return {}
     document = json.loads(round_.outcome or round_.decision)
     verdict = document.get("verdict", document)
     return {
+        "verdict_round": round_.number,
         "code": verdict["code"],
         "message": verdict["message"],
         "blamed": verdict["ranks"],

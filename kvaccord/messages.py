@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -219,6 +220,14 @@ class Report(Message):
                         f"class {c.name!r} is declared twice with {field} {theirs} and {ours};"
                         " one name is one index space: give the second another name",
                     )
+            sum_bytes = sum(other.entry_bytes for other in self.classes if other.name == c.name)
+            if sum_bytes >= INT_LIMIT:
+                raise impossible(
+                    f"classes.{c.name}.entry_bytes",
+                    sum_bytes,
+                    f"the declarations of class {c.name!r} add up to {sum_bytes} bytes an entry;"
+                    " sizes end below 2^53: correct them",
+                )
         pages = [c.name for c in first.values() if c.kind == "page"]
         if len(pages) > 1:
             raise impossible(
@@ -306,11 +315,41 @@ class BuildFailed(Message):
     retryable: Annotated[bool, Strict()] = True
 
 
+# Entries per class of all ranks of a process, or per rank where their rows differ.
+Built = (
+    Annotated[dict[Name, Whole], Field(max_length=32)]
+    | Annotated[
+        dict[RankKey, Annotated[dict[Name, Whole], Field(max_length=32)]],
+        Field(min_length=1, max_length=MAX_WORLD),
+    ]
+)
+
+
+def built_on(built: Built, rank: int, row: Mapping[str, int]) -> dict[str, int]:
+    """What a process says that it built on one rank, whose row of the plan is `row`.
+
+    Said once for all of its ranks, it holds for the classes that the rank has.
+    """
+    of_rank = built.get(rank)  # type: ignore[call-overload]
+    if isinstance(of_rank, dict):
+        return of_rank
+    flat = {name: n for name, n in built.items() if isinstance(n, int)}
+    return {name: flat[name] for name in row if name in flat}
+
+
+def classes_in(built: Built) -> set[str]:
+    """Every class name that is said to have been built."""
+    names: set[str] = set()
+    for key, value in built.items():
+        names |= value.keys() if isinstance(value, dict) else {str(key)}
+    return names
+
+
 class Applied(Message):
-    """What a process built from the plan: entries per class, or how it failed."""
+    """What a process built from the plan, or how it failed."""
 
     digest: Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
-    built: Annotated[dict[Name, Whole], Field(max_length=32)] | None = None
+    built: Built | None = None
     failed: BuildFailed | None = None
 
     @model_validator(mode="after")

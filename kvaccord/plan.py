@@ -10,10 +10,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvaccord.layout import Layout, as_ranges, named
+from kvaccord.layout import Layout, named
 from kvaccord.messages import CacheClass, Report
 
 Reports = Mapping[int, Report]
+
+SHOWN_KEYS, SHOWN_VALUES = 32, 8
+# What the same start would meet again.
+NOT_RETRYABLE = frozenset(
+    {"state_floor_exceeds_budget", "does_not_fit", "inputs_disagree", "implausible_report"}
+)
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,11 @@ class Finding:
     code: str
     ranks: tuple[int, ...]
     text: str
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same start may find another memory next time."""
+        return self.code not in NOT_RETRYABLE
 
 
 @dataclass(frozen=True)
@@ -155,7 +166,17 @@ def disagreements(layout: Layout, reports: Reports) -> list[Finding]:
     for pp in range(layout.pp):
         stage = [r for r in reports if layout.coordinates(r).pp == pp]
         found += differing_maps("inputs_stage", {r: reports[r].inputs_stage for r in stage})
-    return [*found, *_differing_classes(reports)]
+    return first_keys([*found, *_differing_classes(reports)])
+
+
+def first_keys(found: Sequence[Finding]) -> list[Finding]:
+    """One finding for each of the first keys, and one for how many more there are."""
+    shown = list(found[:SHOWN_KEYS])
+    if more := found[SHOWN_KEYS:]:
+        ranks = tuple(sorted({rank for finding in more for rank in finding.ranks}))
+        text = f"{len(more)} more keys differ; start every rank with the same settings and version"
+        shown.append(Finding("inputs_disagree", ranks, text))
+    return shown
 
 
 def differing_maps(label: str, maps: Mapping[int, Mapping[str, Any] | None]) -> list[Finding]:
@@ -195,9 +216,9 @@ def _differing(key: str, said: Mapping[int, object]) -> list[Finding]:
     groups = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1]))
     most = len(groups[0][1])
     odd = sorted(r for _, ranks in groups if len(ranks) < most for r in ranks)
-    values = [f"{_shown(value)} on {named(ranks)}" for (_, value), ranks in groups[:8]]
-    if len(groups) > 8:
-        values.append(f"{len(groups) - 8} more values")
+    values = [f"{_shown(value)} on {named(ranks)}" for (_, value), ranks in groups[:SHOWN_VALUES]]
+    if len(groups) > SHOWN_VALUES:
+        values.append(f"{len(groups) - SHOWN_VALUES} more values")
     ranks = odd or sorted(said)
     return [
         Finding(
@@ -254,26 +275,22 @@ def _nothing_free(reports: Reports) -> Iterable[Finding]:
                 f"free_bytes {_size(r.free_bytes)} minus reserve_bytes {_size(r.reserve_bytes)}"
                 " leaves nothing; free memory on this device or lower the reserve",
             )
-    for rank in sorted(reports):
-        r = reports[rank]
-        if (
-            r.requested_bytes is not None
-            and r.initial_free_bytes is not None
-            and r.initial_free_bytes < r.requested_bytes
-        ):
+        wanted, free = r.requested_bytes, r.initial_free_bytes
+        if wanted is not None and free is not None and free < wanted:
             yield Finding(
                 "request_exceeds_free",
                 (rank,),
-                f"{_size(r.requested_bytes)} are requested and {_size(r.initial_free_bytes)} were"
-                " free when the process began; stop what else holds memory on this device or"
-                " request a smaller share",
+                f"{_size(wanted)} are requested and {_size(free)} were free when the process"
+                " began; stop what else holds memory on this device or request a smaller share",
             )
 
 
 def _floors(reports: Reports) -> Iterable[Finding]:
     for rank in sorted(reports):
         need, available = needs(reports[rank]), available_bytes(reports[rank])
-        if need.state_entries and available - need.floor_bytes <= 0:
+        # Where pages are wanted too, a floor that takes everything is one that does not fit.
+        left = available - need.floor_bytes - (1 if need.page else 0)
+        if need.state_entries and left < 0:
             wants = ", ".join(
                 f"{need.state_entries[n]} x {need.state_bytes[n]} bytes of {n!r}"
                 for n in sorted(need.state_entries)
@@ -454,11 +471,6 @@ def agreed_sentence(planned: Planned) -> str:
         rows.append(f"{where}{counts} entries" + (f", {bound}" if bound else ""))
     shown = " | ".join(rows[:4]) + (f" | {len(rows) - 4} more" if len(rows) > 4 else "")
     return f"every rank builds {shown}"
-
-
-def tightest(findings: Sequence[Finding]) -> str:
-    """The ranks of several findings of one code, for a summary."""
-    return as_ranges({rank for f in findings for rank in f.ranks})
 
 
 def _size(n: int) -> str:

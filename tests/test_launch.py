@@ -24,6 +24,8 @@ def launched(environ, world_size=8):
         ({"KVACCORD_LAUNCH": "job-1#last"}, "job-1#last", 0, "env"),
         ({"KVACCORD_LAUNCH": "#3"}, "#3", 0, "env"),
         (TORCHRUN, "run-a", 2, "torchrun"),
+        (TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, "run-a", 2, "torchrun"),
+        (TORCHRUN | {"GROUP_WORLD_SIZE": "2"}, "run-a", 0, "torchrun"),
         ({"TORCHELASTIC_RUN_ID": "run-a"}, "run-a", 0, "torchrun"),
         (SLURM, "4711", 0, "slurm"),
         (SLURM | {"SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "1"}, "4711.0", 1, "slurm"),

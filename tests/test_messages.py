@@ -316,12 +316,24 @@ def test_cutting_never_leaves_half_a_character():
         {"built": {"kv": 1.0}},
         {"built": {"kv": True}},
         {"built": {"k v": 1}},
+        {"built": {"0": {"kv": 1}, "kv": 1}},
+        {"built": {"03": {"kv": 1}}},
+        {"built": {"1024": {"kv": 1}}},
+        {"built": {"0": {"kv": {}}}},
+        {"built": {"0": {"kv": -1}}},
         {"failed": {}},
     ],
     ids=repr,
 )
 def test_a_process_built_or_failed(said):
     refusal(Applied, {"digest": "sha256:" + "0" * 64, **said})
+
+
+@pytest.mark.parametrize("built", [{}, {"kv": 0}, {"0": {"kv": 1}, "1": {}}, {"8192": 7}], ids=repr)
+def test_what_was_built_says_the_same_after_it_crossed_the_wire(built):
+    said = Applied.model_validate({"digest": "sha256:" + "0" * 64, "built": built})
+    assert json.loads(said.model_dump_json(exclude_none=True))["built"] == built
+    assert Applied.model_validate_json(said.model_dump_json(exclude_none=True)) == said
 
 
 @pytest.mark.parametrize(

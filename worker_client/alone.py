@@ -8,9 +8,6 @@ from kvaccord.layout import Layout
 from kvaccord.messages import Report
 from kvaccord.plan import agreed_sentence, plan, plan_document
 
-# What the same report would meet again, of the codes that a single rank can get.
-NOT_RETRYABLE = {"state_floor_exceeds_budget", "does_not_fit", "implausible_report"}
-
 
 def decide(engine: str, layout: Layout, report: Report) -> Decision:
     """The decision of the only rank. Round 0: no coordinator ever counts that one."""
@@ -26,7 +23,7 @@ def decide(engine: str, layout: Layout, report: Report) -> Decision:
         "also": [c for c in dict.fromkeys(f.code for f in planned.findings) if c != code],
         "not_heard": [],
         "more_causes": 0,
-        "retryable": code not in NOT_RETRYABLE,
+        "retryable": first is None or first.retryable,
     }
     document = {"engine": engine, "round": 0, "layout": layout.model_dump(), "verdict": verdict}
     if not first:

@@ -48,12 +48,15 @@ from worker_client.wire import Wire
 
 ATTACH_S = 1.0  # join returns with the session up, or without it after so long
 SEALED_CLOSE_S = 1.0
+LEFT_CLOSE_S = 0.2
 GOODBYE_S = 2.0  # a dead coordinator delays an exit by no more
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
 log = logging.getLogger(__name__)
+# Not the module's own generator: engines seed that one, alike on all ranks, and count on it.
+chance = random.SystemRandom()
 
 
 @dataclass(frozen=True)
@@ -243,12 +246,12 @@ class Rendezvous:
                 retryable=retryable,
             ),
         )
-        self._end(0.0)
+        self._end(LEFT_CLOSE_S)
 
     def leave(self, reason: str | None = None) -> None:
         """Say that this process goes away. Before the seal that ends the round for all."""
         self._say("leave", _valid(Leave, reason=reason[:1024] if reason else None))
-        self._end(0.0)
+        self._end(LEFT_CLOSE_S)
 
     def close(self) -> None:
         """End this process's part; like the end of the with-block. Safe to call twice."""
@@ -271,7 +274,7 @@ class Rendezvous:
         """Say why this process goes, unless it is said. Never masks the fault itself."""
         with suppress(Exception):
             if not self._goodbye:
-                self._end(0.0)
+                self._end(LEFT_CLOSE_S)
             elif fault is None:
                 self.leave("left before the round was sealed")
             elif isinstance(first := first_cause(fault), RoundEnded | Superseded | NoVerdict):
@@ -288,10 +291,14 @@ class Rendezvous:
         said = flow.say(self._seat, noun, _bytes(message), now_s=time.monotonic())
         # In a thread of its own: looking up a name has no timeout, and the exit must go on.
         goodbye = threading.Thread(
-            target=self._drive, args=(said,), name="kvaccord-goodbye", daemon=True
+            target=self._drive_quietly, args=(said,), name="kvaccord-goodbye", daemon=True
         )
         goodbye.start()
         goodbye.join(GOODBYE_S)
+
+    def _drive_quietly(self, steps: Flow[Any]) -> None:
+        with suppress(Exception):  # a goodbye that fails is one that was not heard
+            self._drive(steps)
 
     def _end(self, wait_s: float) -> None:
         if self._session is not None:
@@ -320,7 +327,7 @@ class Rendezvous:
                     log.debug("%s %s: %s", effect.method, effect.path, answer.error)
                 return answer
             case Sleep(at_most_s, after_s, unless):
-                pause_s = after_s + random.uniform(0.0, at_most_s)
+                pause_s = after_s + chance.uniform(0.0, at_most_s)
                 if unless is not None and self._session is not None:
                     return self._hear(Hear(unless, pause_s), through_cuts=True)
                 time.sleep(pause_s)

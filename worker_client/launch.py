@@ -37,7 +37,13 @@ def launch_from(environ: Mapping[str, str], *, world_size: int, nonce: str) -> L
     if run := _word(environ, "KVACCORD_LAUNCH"):
         return parse(run)
     if run := _word(environ, "TORCHELASTIC_RUN_ID"):
-        return _made(run, _count(environ, "TORCHELASTIC_RESTART_COUNT"), "torchrun")
+        # Each node counts the failures of its own workers, and restarts for others' too: after a
+        # restart the counts of several nodes differ, though the start is one. Their agents stop
+        # all old workers, so there the same launch again is told apart by who is gone.
+        # Source: torch elastic agent/server/api.py, "membership changes do not count as retries".
+        alone = _count(environ, "GROUP_WORLD_SIZE") <= 1
+        restart = _count(environ, "TORCHELASTIC_RESTART_COUNT") if alone else 0
+        return _made(run, restart, "torchrun")
     if run := _word(environ, "SLURM_JOB_ID"):
         # srun counts the steps of a job: every srun is a start of its own.
         step = _word(environ, "SLURM_STEP_ID")

@@ -30,6 +30,7 @@ CALM_S = 5.0
 EVENT_MAX_BYTES = 2**20
 
 log = logging.getLogger(__name__)
+chance = random.SystemRandom()  # engines seed the module's own generator alike on all ranks
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Session:
             if now_s - cut_s >= REATTACH_S:
                 pause_s = CALM_S
             with self._changed:
-                self._changed.wait_for(lambda: self._over, random.uniform(0, pause_s))
+                self._changed.wait_for(lambda: self._over, chance.uniform(0, pause_s))
 
     def _hold(self) -> float:
         """Attach once and read to the end. Returns the longest pause before the next try."""

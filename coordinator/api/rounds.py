@@ -160,7 +160,7 @@ async def status(request: Request, name: Place, n: AnyRound) -> Response:
 
 @router.get("/reports")
 async def reports(request: Request, name: Place, n: AnyRound) -> Response:
-    """What every rank sent, and what was planned where a fault rule changed it."""
+    """What every rank sent: reports, as planned too where a fault rule changed one; traces."""
     round_ = service_of(request).round(name, n)
     rows: dict[str, Any] = {}
     for rank in sorted(round_.sent):
@@ -168,7 +168,10 @@ async def reports(request: Request, name: Place, n: AnyRound) -> Response:
         rows[str(rank)] = {"sent": report_document(sent)}
         if planned != sent:
             rows[str(rank)]["planned"] = report_document(planned)
-    return json_response({"engine": str(name), "round": round_.number, "reports": rows})
+    traces = [{"ranks": list(ranks), "trace": trace} for ranks, trace in round_.traces]
+    return json_response(
+        {"engine": str(name), "round": round_.number, "reports": rows, "traces": traces}
+    )
 
 
 def _presence(round_: Round, attempt: int, watched: frozenset[int]) -> str:

@@ -22,10 +22,10 @@ class MemoryLog:
         return [entry_from(body) for body in self._entries.get(engine, ())]
 
     async def append(self, engine: EngineName, entry: Entry, *, n: int) -> None:
-        held = self._entries.setdefault(engine, [])
+        held = self._entries.get(engine, [])
         if len(held) != n:
             raise LogConflict(f"{engine}: the log holds {len(held)} entries, not {n}")
-        held.append(entry.to_bytes())
+        self._entries[engine] = [*held, entry.to_bytes()]
 
     async def close(self) -> None:
         pass

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -44,32 +46,25 @@ class SqliteLog:
 
     def _open(self) -> sqlite3.Connection:
         try:
-            Path(self._path).parent.mkdir(parents=True, exist_ok=True)
+            _prepare_file(Path(self._path))
             db = sqlite3.connect(self._path, timeout=1.0, isolation_level=None)
-            self._check_and_create(db)
+            try:
+                self._check_and_create(db)
+            except BaseException:
+                db.close()
+                raise
         except (sqlite3.Error, OSError) as error:
             raise StoreUnreadable(_what_to_do(self._path, error)) from error
         return db
 
     def _check_and_create(self, db: sqlite3.Connection) -> None:
         db.execute("pragma locking_mode = exclusive")
-        db.execute("pragma journal_mode = wal")
         db.execute("pragma synchronous = full")
         db.execute("begin immediate")  # takes the lock now, not at the first append
-        (application,) = db.execute("pragma application_id").fetchone()
-        (version,) = db.execute("pragma user_version").fetchone()
+        (faults,) = db.execute("pragma quick_check(1)").fetchone()
+        if faults != "ok":
+            raise sqlite3.DatabaseError(f"database disk image is malformed: {faults}")
         (tables,) = db.execute("select count(*) from sqlite_master").fetchone()
-        if tables and (application, version) != (APPLICATION_ID, SCHEMA_VERSION):
-            kind = (
-                "written by another version of kvaccord"
-                if application == APPLICATION_ID
-                else ("not a kvaccord store")
-            )
-            db.execute("rollback")
-            raise StoreUnreadable(
-                f"{self._path} is {kind} (application_id {application:#x}, user_version"
-                f" {version}); name another file with --store, nothing was changed in this one"
-            )
         if not tables:
             for statement in SCHEMA.split(";"):
                 db.execute(statement)
@@ -80,6 +75,8 @@ class SqliteLog:
             )
         self.store_id, self.key = db.execute("select id, key from store").fetchone()
         db.execute("commit")
+        # Only now: what tells our file from another's is in the file itself, not in its WAL.
+        db.execute("pragma journal_mode = wal")
 
     async def names(self) -> list[EngineName]:
         rows = await self._run(
@@ -127,6 +124,29 @@ class SqliteLog:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except sqlite3.Error as error:
             raise LogUnavailable(f"{self._path}: {error}") from error
+
+
+def _prepare_file(path: Path) -> None:
+    """Make the file, readable for its owner alone (it holds a key), or see that it is ours.
+
+    A file of somebody else is not opened in earnest: that alone may change it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    if path.is_file() and path.stat().st_size == 0:
+        return
+    # Immutable: reads the header and neither locks, nor looks at or makes any other file.
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)) as db:
+        (application,) = db.execute("pragma application_id").fetchone()
+        (version,) = db.execute("pragma user_version").fetchone()
+    if (application, version) != (APPLICATION_ID, SCHEMA_VERSION):
+        ours = application == APPLICATION_ID
+        kind = "written by another version of kvaccord" if ours else "not a kvaccord store"
+        raise StoreUnreadable(
+            f"{path} is {kind} (application_id {application:#x}, user_version {version}); name"
+            " another file with --store, nothing was changed in this one"
+        )
 
 
 def _what_to_do(path: str, error: Exception) -> str:

@@ -1,0 +1,326 @@
+"""The rendezvous as an engine uses it, against a coordinator of a few lines on a real socket."""
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from kvaccord.decision import Decision
+from kvaccord.errors import Aborted, Conflict, Failed, Invalid, LaunchMissing, NoVerdict
+from kvaccord.layout import Layout
+from kvaccord.messages import page
+from tests.fake_coordinator import REPORT, WAITING, a_decision, an_outcome, fake_coordinator
+from worker_client import Agreed, Rendezvous
+from worker_client.client import cause_text, first_cause
+
+PAIR = Layout(tp=2)
+BUILT = {"kv": 8, "s": 2}
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch):
+    for name in os.environ:
+        if name.startswith(("KVACCORD_", "TORCHELASTIC_", "SLURM_", "MASTER_")):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_stays():
+    yield
+    assert [t.name for t in threading.enumerate() if t.name == "kvaccord-session"] == []
+
+
+@pytest.fixture
+def server():
+    with fake_coordinator() as server:
+        yield server
+
+
+def joined(server, **fields):
+    fields = {"url": server.url, "engine": "e", "ranks": [0]} | fields
+    return Rendezvous.join(**fields)
+
+
+# A start that goes well
+
+
+def test_a_rank_joins_reports_builds_and_is_done(server):
+    with joined(server, inputs={"dtype": "fp8"}) as rdzv:
+        agreed = rdzv.report(REPORT)
+        assert agreed.entries == BUILT
+        rdzv.applied(built=agreed.entries)
+        assert "kvaccord-session" not in [t.name for t in threading.enumerate()]
+    assert server.words() == ["join", "claim", "reports", "applied"]
+    assert server.said("join")["inputs"] == {"dtype": "fp8"}
+    assert server.said("applied") == {"digest": a_decision().digest, "built": BUILT}
+    assert server.ended.acquire(timeout=1.0)
+
+
+def test_every_step_is_a_plain_call_on_a_held_object(server):
+    rdzv = joined(server)
+    rdzv.applied(built=rdzv.report(REPORT).entries)
+    rdzv.close()
+    rdzv.close()
+    assert server.words() == ["join", "claim", "reports", "applied"]
+
+
+def test_the_environment_names_what_is_not_given(server, monkeypatch):
+    monkeypatch.setenv("KVACCORD_URL", server.url + "/")
+    monkeypatch.setenv("KVACCORD_NAMESPACE", "default")
+    monkeypatch.setenv("KVACCORD_ENGINE", "{POD_NAME}")
+    monkeypatch.setenv("KVACCORD_LAUNCH", "job-1#2")
+    monkeypatch.setenv("POD_NAME", "e")
+    with Rendezvous.join(ranks=[1], layout=PAIR) as rdzv:
+        rdzv.leave()
+    assert server.said("join")["launch"] == {"run": "job-1", "restart": 2, "source": "env"}
+
+
+def test_a_rank_that_goes_after_the_seal_may_say_so(server):
+    rdzv = joined(server)
+    rdzv.applied(built=rdzv.report(REPORT).entries)
+    rdzv.leave("scaled down")
+    assert server.said("leave") == {"reason": "scaled down"}
+
+
+def test_ranks_of_one_process_with_different_plans_have_no_common_entries():
+    rows = {0: {"kv": 8}, 4: {"kv": 9}}
+    with pytest.raises(ValueError, match="ranks 0, 4 hold different entries: use by_rank"):
+        _ = Agreed(a_decision(), rows).entries
+    assert Agreed(a_decision(), {0: {"kv": 8}, 1: {"kv": 8}}).entries == {"kv": 8}
+
+
+# A start that ends early
+
+
+def raising(server, fault, **fields):
+    with joined(server, **fields):
+        raise fault
+
+
+def test_an_exception_is_a_veto_with_its_first_cause_and_is_not_masked(server):
+    def load():
+        try:
+            try:
+                raise MemoryError("2.00 GiB do not fit")
+            except MemoryError as first:
+                raise RuntimeError("loading failed") from first
+        except RuntimeError:
+            raise OSError("cleaning up failed too")  # noqa: B904
+
+    with pytest.raises(OSError, match="cleaning up"), joined(server):
+        load()
+    veto = server.said("veto")
+    assert veto["text"] == "MemoryError: 2.00 GiB do not fit"
+    assert veto["rank"] == 0
+    assert veto["retryable"] is True
+    assert veto["trace"].endswith("OSError: cleaning up failed too\n")
+    assert server.ended.acquire(timeout=1.0)
+
+
+@pytest.mark.parametrize("fault", [KeyboardInterrupt(), SystemExit(1), GeneratorExit()])
+def test_an_interrupt_is_a_veto_too(server, fault):
+    with pytest.raises(type(fault)):
+        raising(server, fault)
+    assert server.said("veto")["text"].startswith(type(fault).__name__)
+
+
+def test_a_long_veto_is_cut_and_secrets_are_masked(server):
+    with pytest.raises(RuntimeError):
+        raising(server, RuntimeError("token=abc123 " + "x" * 5000))
+    veto = server.said("veto")
+    assert veto["text"].startswith("RuntimeError: token=*** xxx")
+    assert len(veto["text"]) == 2048
+    assert len(veto["trace"]) <= 6144
+    assert "abc123" not in str(veto)
+
+
+def test_going_without_a_word_is_a_leave(server):
+    with joined(server) as rdzv:
+        rdzv.report(REPORT)
+    assert server.words()[-1] == "leave"
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_verdict_is_followed_by_leave_never_by_a_veto(server, wrapped):
+    server.answers["reports"] = (200, a_decision("FAILED"))
+
+    def start(rdzv):
+        try:
+            rdzv.report(REPORT)
+        except Failed as failed:
+            if wrapped:
+                raise RuntimeError("engine core failed to start") from failed
+            raise
+
+    with pytest.raises((Failed, RuntimeError)), joined(server) as rdzv:
+        start(rdzv)
+    assert server.words() == ["join", "claim", "reports", "leave"]
+    assert server.said("leave") == {"reason": "Failed"}
+
+
+def test_an_abort_is_raised_with_both_documents(server):
+    server.answers["applied"] = (200, an_outcome("ABORTED"))
+    with pytest.raises(Aborted), joined(server) as rdzv:
+        rdzv.applied(built=rdzv.report(REPORT).entries)
+    assert server.words()[-1] == "leave"
+
+
+def test_a_refusal_after_the_claim_is_a_veto_with_its_sentence(server):
+    problem = {"code": "conflict", "detail": "another report of rank 0 stands"}
+    server.answers["reports"] = (409, problem)
+    with pytest.raises(Conflict), joined(server) as rdzv:
+        rdzv.report(REPORT)
+    assert server.said("veto")["text"] == "Conflict: another report of rank 0 stands"
+
+
+def test_silence_is_no_verdict_and_a_leave(server):
+    server.answers["reports"] = (202, WAITING)
+    with pytest.raises(NoVerdict, match="do not allocate"), joined(server, patience_s=0.3) as rdzv:
+        rdzv.report(REPORT)
+    assert server.words()[-1] == "leave"
+
+
+def test_the_engines_own_random_numbers_are_left_alone(server):
+    server.answers["reports"] = (503, {"code": "unavailable", "detail": "no store"})
+    before = random.getstate()
+    with pytest.raises(NoVerdict, match="503 no store"), joined(server, patience_s=0.3) as rdzv:
+        rdzv.report(REPORT)
+    assert random.getstate() == before
+
+
+def test_a_decision_that_came_while_the_engine_was_busy_is_raised_by_the_next_call(server):
+    rdzv = joined(server)
+    server.push("decision", a_decision("FAILED").body)
+    assert rdzv._session is not None
+    rdzv._session._thread.join(5.0)
+    with pytest.raises(Failed), rdzv:
+        rdzv.report(REPORT)
+    assert "reports" not in server.words()
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_dead_coordinator_delays_an_exit_by_two_seconds_at_most(stopped):
+    with fake_coordinator() as server:
+        rdzv = joined(server)
+        server.answers["veto"] = None  # it hangs
+        if not stopped:
+            server.shutdown()
+            server.server_close()  # nobody listens
+        began_s = time.monotonic()
+        with pytest.raises(MemoryError), rdzv:
+            raise MemoryError
+        assert time.monotonic() - began_s < 2.3
+
+
+def test_a_process_ends_though_its_rendezvous_is_still_open(server):
+    code = f"""
+from worker_client import Rendezvous
+held = Rendezvous.join(url={server.url!r}, engine="e", ranks=[0])
+print("joined")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=20
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "joined\n", "")
+
+
+# What cannot be true is said before anything is sent
+
+
+def test_many_ranks_without_a_coordinator_are_refused():
+    with pytest.raises(Invalid, match="KVACCORD_URL"):
+        Rendezvous.join(engine="e", ranks=[0], layout=PAIR, launch="job-1")
+
+
+def test_many_ranks_without_a_launch_are_refused(server):
+    with pytest.raises(LaunchMissing):
+        joined(server, layout=PAIR)
+    assert server.told == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"url": "coordinator:8970"}, "KVACCORD_URL"),
+        ({"url": "ftp://coordinator"}, "KVACCORD_URL"),
+        ({"url": "http://"}, "KVACCORD_URL"),
+        ({"engine": "a/b"}, "KVACCORD_ENGINE"),
+        ({"engine": ""}, "KVACCORD_ENGINE"),
+        ({"engine": "llama-{LWS_GROUP_INDEX}"}, "no LWS_GROUP_INDEX"),
+        ({"namespace": "a b"}, "KVACCORD_NAMESPACE"),
+        ({"ranks": [1]}, "rank 1 is outside the layout"),
+        ({"ranks": []}, "ranks"),
+        ({"ranks": [0, 0]}, "twice"),
+        ({"inputs": {"scale": 0.5}}, "inputs"),
+    ],
+)
+def test_what_cannot_be_true_is_refused_by_name(server, fields, named):
+    with pytest.raises(Invalid, match=named):
+        joined(server, **fields)
+    assert server.told == []
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "inf", "nan"])
+def test_a_patience_is_a_number_of_seconds(server, monkeypatch, text):
+    monkeypatch.setenv("KVACCORD_PATIENCE_S", text)
+    with pytest.raises(Invalid, match="KVACCORD_PATIENCE_S"):
+        joined(server)
+
+
+def test_reports_must_be_of_this_process_ranks(server):
+    rdzv = joined(server, layout=PAIR, ranks=[0, 1], launch="job-1")
+    with pytest.raises(Invalid, match="one report of each rank"), rdzv:
+        rdzv.report(REPORT)
+    assert server.said("veto")["text"].startswith("Invalid: reports for ranks [0]")
+
+
+def test_nothing_is_applied_before_it_is_agreed(server):
+    with pytest.raises(Invalid, match="before report"), joined(server) as rdzv:
+        rdzv.applied(built=BUILT)
+
+
+# A world of one
+
+
+def test_a_world_of_one_agrees_with_itself_without_a_socket():
+    with Rendezvous.join(engine="e", ranks=[0]) as rdzv:
+        agreed = rdzv.report(REPORT)
+        assert agreed.entries == BUILT
+        assert agreed.decision.sentence.startswith("default/e round 0 PASSED agreed: every rank")
+        rdzv.applied(built=agreed.entries)
+
+
+def test_a_world_of_one_fails_by_the_same_rules():
+    poor = REPORT.model_copy(update={"classes": (page("kv", 10_000),)})
+    with pytest.raises(Failed, match="does_not_fit: rank 0: room for 0 entries") as failed:
+        Rendezvous.join(engine="e", ranks=[0]).report(poor)
+    assert isinstance(failed.value.decision, Decision)
+    assert not failed.value.decision.retryable
+
+
+# Causes
+
+
+def test_the_first_cause_of_a_circle_is_found():
+    a, b = ValueError("a"), ValueError("b")
+    a.__context__, b.__context__ = b, a
+    assert first_cause(a) is b
+
+
+def test_a_suppressed_context_is_no_cause():
+    fault = ValueError("a")
+    fault.__context__ = KeyError("b")
+    fault.__suppress_context__ = True
+    assert first_cause(fault) is fault
+
+
+def test_an_exception_that_cannot_be_shown_has_a_text():
+    class Broken(Exception):
+        def __str__(self):
+            raise ValueError
+
+    assert cause_text(Broken()) == "Broken: its message cannot be shown"

@@ -1,0 +1,138 @@
+"""The rehearsal: eight real processes, each with its own numbers, over real sockets."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cli.rank import report_of
+from cli.rehearse import RECORDED
+from kvaccord.layout import Layout
+from kvaccord.plan import plan
+from tests.wire import serving
+
+STARTED = json.loads(RECORDED.read_text())
+
+
+@pytest.fixture(scope="module")
+def url():
+    """With the usual budgets: eight interpreters may take seconds to start on a busy machine."""
+    with serving() as running:
+        yield running.url
+
+
+def rehearsal(*options, cwd=None):
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("KVACCORD_")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "cli", "rehearse", *options],
+        cwd=cwd,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def rehearsed(*options, cwd=None):
+    """The rehearsal's exit code and report."""
+    process = rehearsal("--json", *options, cwd=cwd)
+    written, complaint = process.communicate(timeout=60)
+    assert written, complaint
+    return process.returncode, json.loads(written)
+
+
+def left_behind(word):
+    """Processes whose command line has this word."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue  # it ended meanwhile
+        if word in command:
+            found.append(command)
+    return found
+
+
+def test_the_recorded_start_plans_to_the_recorded_count():
+    layout = Layout(**STARTED["layout"])
+    reports = {rank: report_of(STARTED, rank) for rank in range(layout.world_size)}
+    [row] = plan(layout, reports).schedulers
+    assert row.entries["kv"] == 86310
+    assert row.binding["kv"] == (1, 7)
+
+
+def test_eight_processes_seal_the_recorded_start(url):
+    code, report = rehearsed("--url", url)
+    assert (code, report["verdict"], len(report["digests"])) == (0, "SEALED", 1)
+    assert "86310 kv" in report["text"]
+    assert [row["exit_code"] for row in report["ranks"]] == [0] * 8
+
+
+def test_every_survivor_hears_which_rank_raised_and_what(url):
+    code, report = rehearsed("--url", url, "--raise-rank", "3")
+    assert (code, report["verdict"], len(report["digests"])) == (2, "FAILED", 1)
+    survivors = [row for row in report["ranks"] if row["rank"] != 3]
+    assert {row["exit_code"] for row in survivors} == {2}
+    assert len({row["text"] for row in survivors}) == 1
+    assert "rank_vetoed: rank 3" in report["text"]
+    assert "out of memory while profiling" in report["text"]
+
+
+def test_every_survivor_hears_which_rank_was_killed(url):
+    code, report = rehearsed("--url", url, "--kill-rank", "5")
+    assert (code, report["verdict"], len(report["digests"])) == (2, "FAILED", 1)
+    assert "rank_lost: rank 5" in report["text"]
+    assert report["ranks"][5]["exit_code"] == -signal.SIGKILL
+
+
+def test_every_rank_hears_which_rank_never_came():
+    code, report = rehearsed("--absent-rank", "2", "--gather-s", "4")
+    assert (code, report["verdict"], len(report["digests"])) == (2, "FAILED", 1)
+    assert "ranks_missing: rank 2" in report["text"]
+    assert report["ranks"][2]["exit_code"] is None
+
+
+def test_the_same_name_can_be_rehearsed_again_on_the_same_store(tmp_path):
+    for round_ in ("1", "2"):
+        options = ("--serve", "--once", "--port", "0")
+        code, report = rehearsed(*options, cwd=tmp_path)
+        assert (code, report["verdict"]) == (0, "SEALED")
+        assert f"round {round_} " in report["text"]
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_whatever_ends_the_rehearsal_no_process_is_left_behind(ending):
+    engine = f"left-{ending.name.lower()}-{os.getpid()}"
+    process = rehearsal("--absent-rank", "0", "--gather-s", "60", "--engine", engine)
+    while len(left_behind(f"--engine={engine}")) < 7:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(ending)
+    process.communicate(timeout=20)
+    deadline_s = time.monotonic() + 5
+    while left_behind(f"--engine={engine}") and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert left_behind(f"--engine={engine}") == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--raise-rank", "8"], "--raise-rank 8"),
+        (["--once"], "--once"),
+        (["--url", "nowhere"], "http://HOST:PORT"),
+        (["--url", "http://127.0.0.1:1", "--serve"], "one coordinator"),
+        (["--start", "pyproject.toml"], "--start"),
+    ],
+)
+def test_a_misuse_is_explained(options, said):
+    process = rehearsal(*options)
+    _, complaint = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert said in complaint
