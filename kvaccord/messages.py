@@ -60,15 +60,17 @@ def cut_front(text: str, limit: int) -> str:
     return text.encode(errors="replace")[-limit:].decode(errors="ignore")
 
 
-# A "no" must never be refused for its length: what is too long is cut, on whichever side sees it.
-CauseText = Annotated[
-    str,
-    BeforeValidator(lambda text: cut(text, 2048) if isinstance(text, str) else text),
-    Field(min_length=1),
-]
-Trace = Annotated[
-    str, BeforeValidator(lambda text: cut_front(text, 6144) if isinstance(text, str) else text)
-]
+# A "no" must never be refused for its form: it is cut or filled in, on whichever side sees it.
+def _cause_text(text: object) -> object:
+    return cut(text, 2048).strip() or "no reason given" if isinstance(text, str) else text
+
+
+def _trace(text: object) -> object:
+    return cut_front(text, 6144) if isinstance(text, str) else text
+
+
+CauseText = Annotated[str, BeforeValidator(_cause_text)]
+Trace = Annotated[str, BeforeValidator(_trace)]
 
 
 class Message(BaseModel):
@@ -271,7 +273,7 @@ class Join(Message):
     protocol: Positive = PROTOCOL
     mode: Literal["enforce"] = "enforce"
     inputs: OpenMap | None = None
-    host: Annotated[str, StringConstraints(min_length=1, max_length=255)]
+    host: Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]{1,255}$")]
     pid: Positive
     engine_version: Text | None = None
     device: Device | None = None

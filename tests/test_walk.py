@@ -580,7 +580,7 @@ class Walk:
         assert {(f["id"], f["call"]) for f in document["faults"]} == touched
 
 
-@pytest.mark.parametrize("seeds", [range(n, n + 25) for n in range(0, 250, 25)], ids=str)
+@pytest.mark.parametrize("seeds", [range(n, n + 20) for n in range(0, 160, 20)], ids=str)
 def test_what_must_hold_holds_on_every_step(seeds):
     for seed in seeds:
         walk = Walk(seed)

@@ -133,7 +133,7 @@ class Rendezvous:
             nonce=nonce,
             launch=_launch(launch, layout.world_size, nonce),
             inputs=None if inputs is None else dict(inputs),
-            host=socket.gethostname()[:255] or "unknown",
+            host=_host(),
             pid=os.getpid(),
             engine_version=engine_version,
             device=device,
@@ -241,7 +241,7 @@ class Rendezvous:
                 Veto,
                 rank=self.ranks[0] if rank is None else rank,
                 code=code,
-                text=_masked(text) or "no reason given",
+                text=_masked(text),
                 trace=_masked(trace) if trace else None,
                 retryable=retryable,
             ),
@@ -408,6 +408,11 @@ def _name(variable: str, template: str) -> str:
             field=variable,
             value=name,
         ) from None
+
+
+def _host() -> str:
+    # Whatever a machine is called must not keep it from starting.
+    return re.sub(r"[^\x21-\x7e]", "?", socket.gethostname())[:255] or "unknown"
 
 
 def _launch(launch: Launch | str | None, world_size: int, nonce: str) -> Launch:
