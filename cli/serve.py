@@ -13,9 +13,10 @@ import typer
 import uvicorn
 
 from coordinator.api import create_app
-from coordinator.events import Budgets
 from coordinator.faults import Faults
 from coordinator.logs import EngineLog, StoreUnreadable, open_log
+from coordinator.policies import Policies, load_policies
+from coordinator.policy import Ends, Policy
 from coordinator.service import Service, Settings
 
 PORT = 8970
@@ -28,6 +29,9 @@ def serve(
     store: Annotated[
         str, typer.Option(help="memory, or sqlite:///PATH (four slashes: absolute).")
     ] = "sqlite:///kvaccord.db",
+    policy: Annotated[
+        Path | None, typer.Option(help="policy.yaml: budgets and limits by engine; see doctor.")
+    ] = None,
     gather_s: Annotated[float, typer.Option(help="Seconds until all ranks have joined.")] = 1800,
     report_s: Annotated[float, typer.Option(help="Seconds from then until all reported.")] = 7200,
     apply_s: Annotated[float, typer.Option(help="Seconds from PASSED until all built.")] = 1800,
@@ -59,7 +63,7 @@ def serve(
     listener = _listen(host, port)
     log = _open(store)
     settings = Settings(
-        budgets=Budgets(gather_s=gather_s, report_s=report_s, apply_s=apply_s),
+        policies=_policies(policy, gather_s, report_s, apply_s),
         lost_after_s=lost_after_s,
     )
     service = Service(log, settings)
@@ -125,6 +129,21 @@ def _listen(host: str, port: int) -> socket.socket:
         if hasattr(socket, option):  # not every kernel has each of them
             listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     return listener
+
+
+def _policies(path: Path | None, gather_s: float, report_s: float, apply_s: float) -> Policies:
+    """The options are the defaults, which the file's rules overrule."""
+    base = Policy()
+    try:
+        defaults = Policy(
+            gather_s=gather_s,
+            report_s=Ends(soft=min(base.report_s.soft, report_s), hard=report_s),
+            apply_s=Ends(soft=min(base.apply_s.soft, apply_s), hard=apply_s),
+            grace_s=min(base.grace_s, gather_s, report_s, apply_s),
+        )
+        return load_policies(path, defaults) if path else Policies(defaults)
+    except ValueError as error:
+        _refuse(str(error))
 
 
 def _is_loopback(listener: socket.socket) -> bool:

@@ -10,12 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from coordinator.engine import Engine, Phase, Round, evolve_entry
+from coordinator.engine import Engine, Round, evolve_entry
+from coordinator.engine import Phase as BudgetPhase
 from coordinator.events import (
     Applied,
     Claimed,
     Cleared,
     Decided,
+    Departed,
     Ended,
     EngineName,
     Entry,
@@ -24,9 +26,12 @@ from coordinator.events import (
     Opened,
     Reported,
     Reserved,
+    Retired,
+    Serving,
     Suspected,
     Touched,
 )
+from kvaccord.messages import Phase
 
 TICK_S = 1.0
 
@@ -51,48 +56,87 @@ class Fact:
 
 
 class Clock:
-    """Seconds spent in the running budget, and in the grace since the round's first cause.
+    """Seconds spent in the running budget, in its grace, and served in all.
 
     It advances in ticks, so that a pause of this process counts as one tick at most: a budget may
-    end late, never early.
+    end late, never early, and nobody looks stuck because this process was.
     """
 
     def __init__(self) -> None:
-        self._running: tuple[int, Phase | None] = (0, None)
+        self.served_s = 0.0
+        self._running: tuple[int, BudgetPhase | None] = (0, None)
         self._spent_s = 0.0
-        self._grace_s = 0.0
+        self._grace_s = 0.0  # since the first cause
+        self._short_s = 0.0  # since a report made failure certain
 
     def advance(self, round_: Round, elapsed_s: float) -> None:
         """Count time that passed while this was the open round."""
+        tick_s = min(elapsed_s, TICK_S)
         if self._running != (round_.number, round_.phase):
             if not self._same_grace(round_):
-                self._grace_s = 0.0
+                self._grace_s = self._short_s = 0.0
             self._running, self._spent_s = (round_.number, round_.phase), 0.0
-        self._spent_s += min(elapsed_s, TICK_S)
+        self.served_s += tick_s
+        self._spent_s += tick_s
         if round_.causes:
-            self._grace_s += min(elapsed_s, TICK_S)
+            self._grace_s += tick_s
+        if round_.short:
+            self._short_s += tick_s
+
+    def resume(self, round_: Round, phase: str, spent_s: float) -> None:
+        """Go on from what an earlier coordinator had counted."""
+        if round_.phase == phase and self._spent(round_) < spent_s:
+            self._running, self._spent_s = (round_.number, round_.phase), spent_s
+
+    def spent(self, round_: Round) -> tuple[BudgetPhase | None, float]:
+        """The running budget and how much of it is spent."""
+        return round_.phase, self._spent(round_)
 
     def left_s(self, round_: Round) -> float:
-        """What is left of the running budget, 0 when the round has ended. Changes nothing."""
-        match round_.phase:
-            case "gather":
-                budget_s = round_.budgets.gather_s
-            case "report":
-                budget_s = round_.budgets.report_s
-            case "apply":
-                budget_s = round_.budgets.apply_s
-            case None:
-                return 0.0
-        spent_s = self._spent_s if self._running == (round_.number, round_.phase) else 0.0
-        return max(0.0, budget_s - spent_s)
+        """What is left to the budget's hard end, 0 when the round has ended. Changes nothing."""
+        return max(0.0, hard_end_s(round_) - self._spent(round_))
 
-    def grace_left_s(self, round_: Round, grace_s: float) -> float:
-        return max(0.0, grace_s - (self._grace_s if self._same_grace(round_) else 0.0))
+    def soft_left_s(self, round_: Round) -> float:
+        """What is left to the soft end; gathering has none, an unclaimed rank shows no progress."""
+        return max(0.0, soft_end_s(round_) - self._spent(round_))
+
+    def grace_left_s(self, round_: Round) -> float:
+        spent_s = self._grace_s if self._same_grace(round_) else 0.0
+        return max(0.0, round_.policy.grace_s - spent_s)
+
+    def short_left_s(self, round_: Round) -> float:
+        spent_s = self._short_s if self._same_grace(round_) else 0.0
+        return max(0.0, round_.policy.shortfall_grace_s - spent_s)
+
+    def _spent(self, round_: Round) -> float:
+        return self._spent_s if self._running == (round_.number, round_.phase) else 0.0
 
     def _same_grace(self, round_: Round) -> bool:
         # The grace of a failing start runs on when the last rank joins; an abort has its own.
         number, phase = self._running
         return number == round_.number and (phase == "apply") == (round_.phase == "apply")
+
+
+def hard_end_s(round_: Round) -> float:
+    match round_.phase:
+        case "gather":
+            return round_.policy.gather_s
+        case "report":
+            return round_.policy.report_s.hard
+        case "apply":
+            return round_.policy.apply_s.hard
+        case None:
+            return 0.0
+
+
+def soft_end_s(round_: Round) -> float:
+    match round_.phase:
+        case "report":
+            return round_.policy.report_s.soft
+        case "apply":
+            return round_.policy.apply_s.soft
+        case _:
+            return hard_end_s(round_)
 
 
 class Cell:
@@ -102,6 +146,8 @@ class Cell:
         self.name = name
         self.lock = asyncio.Lock()
         self.clock = Clock()
+        # By attempt: what it was last seen at, how far, and when by the clock of served seconds.
+        self._moved: dict[int, tuple[str, int, float]] = {}
         self.stale = True  # the log may hold more than this
         self._store_id = store_id
         self._changed = asyncio.Event()
@@ -118,8 +164,31 @@ class Cell:
         number = self.engine.entries
         self.engine = evolve_entry(self.engine, events)
         for index, event in enumerate(events):
+            self._follow(event)
             if not isinstance(event, Reserved):
                 self.facts[event.round].append(_fact(self.engine, number, index, event))
+
+    def note(self, attempt: int, phase: Phase) -> None:
+        """A sign of progress; only what differs or grows is one."""
+        name, progress, _ = self._moved.get(attempt, ("", -1, 0.0))
+        if phase.phase != name or phase.progress > progress:
+            self._moved[attempt] = (phase.phase, phase.progress, self.clock.served_s)
+
+    def progress(self, attempt: int) -> tuple[str, float]:
+        """What a process was last seen at, and for how many served seconds."""
+        name, _, at_s = self._moved.get(attempt, ("claimed", 0, 0.0))
+        return name, self.clock.served_s - at_s
+
+    def _follow(self, event: Event) -> None:
+        # Facts are signs of progress too.
+        match event:
+            case Claimed(attempt=attempt) | Reported(attempt=attempt) | Applied(attempt=attempt):
+                self._moved[attempt] = (event.event, 0, self.clock.served_s)
+            case Decided(round=number):
+                for attempt in self.engine.rounds[number].members:
+                    self._moved[attempt] = ("decided", 0, self.clock.served_s)
+            case Opened():
+                self._moved.clear()
 
     def wake(self) -> None:
         self._changed.set()
@@ -153,7 +222,9 @@ def _fields(engine: Engine, event: Event) -> dict[str, Any]:
             return fields | cause.model_dump(mode="json", exclude_none=True)
         case Touched(touches=touches):
             return fields | {"rules": sorted({t.rule for t in touches})}
-        case Claimed() | Reported() | Suspected() | Cleared() | Applied():
+        case Retired(reason=reason):
+            return fields | {"reason": reason}
+        case Claimed() | Reported() | Suspected() | Cleared() | Applied() | Serving() | Departed():
             member = engine.rounds[event.round].members[event.attempt]
             return fields | {
                 "ranks": list(member.ranks),

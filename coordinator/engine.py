@@ -9,11 +9,11 @@ from typing import Literal, assert_never
 
 from coordinator.events import (
     Applied,
-    Budgets,
     Cause,
     Claimed,
     Cleared,
     Decided,
+    Departed,
     Ended,
     EngineName,
     Event,
@@ -21,12 +21,16 @@ from coordinator.events import (
     Opened,
     Reported,
     Reserved,
+    Retired,
+    Serving,
     Suspected,
     Touch,
     Touched,
 )
+from coordinator.policy import Policy
 from kvaccord.layout import Layout
 from kvaccord.messages import Built, Join, Launch, Report
+from kvaccord.plan import Finding, plan
 
 # Attempts given out and not claimed yet. Twice the largest world: a whole start may join before
 # its first claim, and so may the start after it.
@@ -52,6 +56,8 @@ class Member:
     suspect: str | None = None  # the connection whose end made it so
     gone: bool = False
     applied: Built | None = None
+    kept: bool = False  # after the seal: keeps its session while it serves
+    departed: str | None = None  # after the seal: why it is known to be gone
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -64,11 +70,12 @@ class Round:
     launch: Launch
     layout: Layout
     mode: str
-    budgets: Budgets
+    policy: Policy
     members: Mapping[int, Member] = field(default_factory=dict)  # by attempt
     slots: Mapping[int, int] = field(default_factory=dict)  # rank -> attempt
     sent: Mapping[int, Report] = field(default_factory=dict)  # by rank, as sent
     planned: Mapping[int, Report] = field(default_factory=dict)  # by rank, as planned
+    short: tuple[Finding, ...] = ()  # what one report alone makes certain
     causes: tuple[Cause, ...] = ()
     traces: tuple[tuple[tuple[int, ...], str], ...] = ()  # (ranks, end of the traceback)
     touches: tuple[Touch, ...] = ()
@@ -76,6 +83,7 @@ class Round:
     decision: bytes = b""
     ended: Literal["FAILED", "SEALED", "ABORTED"] | None = None
     outcome: bytes = b""
+    retired: str | None = None
 
     @property
     def open(self) -> bool:
@@ -112,6 +120,16 @@ class Round:
         return [m for m in self.seated if m.suspect and not m.gone]
 
     @property
+    def departed(self) -> list[int]:
+        """The ranks that are known to have gone since the seal; none of them: it stands whole."""
+        return sorted(r for m in self.seated if m.departed is not None for r in m.ranks)
+
+    @property
+    def enforced(self) -> bool:
+        """Whether its numbers bind; an observed round changes nothing anywhere."""
+        return self.mode == "enforce"
+
+    @property
     def waiting_for(self) -> list[int]:
         """The ranks that the running budget waits for."""
         match self.phase:
@@ -146,8 +164,9 @@ class Engine:
 
     @property
     def in_force(self) -> Round | None:
-        """The last SEALED round: the plan that stands until a later one is SEALED."""
-        return next((r for r in self.newest_first() if r.ended == "SEALED"), None)
+        """The plan that stands until a later round is sealed or an operator retires it."""
+        last = next((r for r in self.newest_first() if r.ended == "SEALED" and r.enforced), None)
+        return last if last and last.retired is None else None
 
     def round_of(self, attempt: int) -> Round | None:
         """The round a claimed attempt belongs to: one process, one round."""
@@ -184,7 +203,7 @@ def _opened(engine: Engine, event: Opened) -> Engine:
         left.pop(engine.last.launch.run, None)  # its place is that of the latest run now
         left[engine.last.launch.run] = engine.last_attempt
         left = dict(list(left.items())[-KEPT_RUNS:])
-    opened = Round(event.round, event.launch, event.layout, event.mode, event.budgets)
+    opened = Round(event.round, event.launch, event.layout, event.mode, event.policy)
     return replace(engine, rounds={**engine.rounds, event.round: opened}, left_runs=left)
 
 
@@ -215,7 +234,17 @@ def fits_in(round_: Round, join: Join) -> bool:
 
 def _in_round(
     round_: Round,
-    event: Reported | Objected | Suspected | Cleared | Applied | Touched | Decided | Ended,
+    event: Reported
+    | Objected
+    | Suspected
+    | Cleared
+    | Applied
+    | Touched
+    | Decided
+    | Ended
+    | Serving
+    | Departed
+    | Retired,
 ) -> Round:
     match event:
         case Reported(reports=reports, planned=planned):
@@ -223,6 +252,7 @@ def _in_round(
                 round_,
                 sent={**round_.sent, **reports},
                 planned={**round_.planned, **reports, **planned},
+                short=(*round_.short, *_certain({**reports, **planned})),
             )
         case Objected(attempt=attempt, gone=gone, cause=cause, trace=trace):
             traces = ((cause.ranks, trace),) if trace else ()
@@ -247,8 +277,23 @@ def _in_round(
             )
         case Ended(result=result, document=document):
             return replace(round_, ended=result, outcome=document.encode())
+        case Serving(attempt=attempt):
+            return _with_member(round_, attempt, kept=True)
+        case Departed(attempt=attempt, why=why):
+            return _with_member(round_, attempt, departed=why, suspect=None)
+        case Retired(reason=reason):
+            return replace(round_, retired=reason)
         case _:
             assert_never(event)
+
+
+def _certain(reports: Mapping[int, Report]) -> list[Finding]:
+    """What no report of another rank can mend: each rank planned alone."""
+    return [
+        replace(finding, ranks=(rank,))
+        for rank, report in reports.items()
+        for finding in plan(Layout(), {0: report}).findings
+    ]
 
 
 def _with_member(round_: Round, attempt: int, **changes: object) -> Round:

@@ -10,13 +10,11 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from coordinator.policy import Policy
 from kvaccord.layout import Layout
 from kvaccord.messages import Built, Join, Launch, Rank, Report
 
 STORED_VERSION: Literal[1] = 1
-
-
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Stored(BaseModel):
@@ -33,14 +31,6 @@ class Touch(Stored):
     field: str | None = None
     before: int | None = None
     after: int | None = None
-
-
-class Budgets(Stored):
-    """Hard ends in seconds: opening to all claimed, from then to all reported, PASSED to sealed."""
-
-    gather_s: Seconds = 1800.0
-    report_s: Seconds = 7200.0
-    apply_s: Seconds = 1800.0
 
 
 class Reserved(Stored):
@@ -60,7 +50,7 @@ class Opened(Stored):
     launch: Launch
     layout: Layout
     mode: str
-    budgets: Budgets
+    policy: Policy
 
 
 class Claimed(Stored):
@@ -153,6 +143,31 @@ class Ended(Stored):
     document: str
 
 
+class Serving(Stored):
+    """After the seal: the process keeps its session for as long as it serves."""
+
+    event: Literal["serving"] = "serving"
+    round: int
+    attempt: int
+
+
+class Departed(Stored):
+    """After the seal: a member is known to be gone. The outcome stands, the standing breaks."""
+
+    event: Literal["departed"] = "departed"
+    round: int
+    attempt: int
+    why: str
+
+
+class Retired(Stored):
+    """An operator took a sealed round out of force."""
+
+    event: Literal["retired"] = "retired"
+    round: int
+    reason: str
+
+
 RoundEvent = (
     Opened
     | Claimed
@@ -164,6 +179,9 @@ RoundEvent = (
     | Touched
     | Decided
     | Ended
+    | Serving
+    | Departed
+    | Retired
 )
 Event = Reserved | RoundEvent
 

@@ -40,7 +40,7 @@ class Presence:
 
     def __init__(
         self,
-        report: Callable[[EngineName, Finding], Awaitable[None]],
+        report: Callable[[EngineName, Finding], Awaitable[object]],
         patience_s: Callable[[Seat], float],
     ) -> None:
         self._report = report

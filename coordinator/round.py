@@ -7,7 +7,7 @@ out and says in the command; the log has the last word on whether it still matte
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain
 from typing import Any, Literal, assert_never
@@ -23,22 +23,25 @@ from coordinator.engine import (
 )
 from coordinator.events import (
     Applied,
-    Budgets,
     Cause,
     Claimed,
     Cleared,
     Decided,
+    Departed,
     Ended,
     Event,
     Objected,
     Opened,
     Reported,
     Reserved,
+    Retired,
     RoundEvent,
+    Serving,
     Suspected,
     Touch,
     Touched,
 )
+from coordinator.policy import Policy
 from coordinator.verdict import (
     NOT_RETRYABLE,
     Verdict,
@@ -48,6 +51,7 @@ from coordinator.verdict import (
     outcome_document,
 )
 from kvaccord import messages
+from kvaccord import plan as plan_rules
 from kvaccord.canonical import digest
 from kvaccord.decision import Decision
 from kvaccord.errors import (
@@ -75,7 +79,7 @@ class Claim:
     """watched: the attempts of the last round whose session is open now (a finding)."""
 
     attempt: int
-    budgets: Budgets
+    policy: Policy
     watched: frozenset[int] = frozenset()
     touched: tuple[Touch, ...] = ()
 
@@ -116,6 +120,31 @@ class Apply:
 
 
 @dataclass(frozen=True)
+class Serve:
+    """After the seal: this process serves and keeps its session."""
+
+    round: int
+    attempt: int
+    touched: tuple[Touch, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """An operator ends an open round."""
+
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Retire:
+    """An operator takes a sealed round out of force."""
+
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Suspect:
     """Found: this session of a member ended without goodbye."""
 
@@ -144,16 +173,32 @@ class Lose:
 
 
 @dataclass(frozen=True)
+class Sign:
+    """Found: what a rank was last seen at. stuck: without progress for stall_s and more."""
+
+    phase: str
+    age_s: float
+    stuck: bool
+
+
+@dataclass(frozen=True)
 class Spend:
-    """Found: a budget of the round, or the grace after its first cause, has been spent."""
+    """Found: a budget of the round has been spent to its soft or hard end, or a grace has.
+
+    what: the budget, or `grace` after the first cause, or `shortfall` after a report that makes
+    failure certain. signs: of the ranks that the budget waits for.
+    """
 
     round: int
-    what: Phase | Literal["grace"]
+    what: Phase | Literal["grace", "shortfall"]
+    soft: bool = False
+    signs: Mapping[int, Sign] = field(default_factory=dict)
 
 
-Call = Reserve | Claim | Submit | Veto | Leave | Apply
+Call = Reserve | Claim | Submit | Veto | Leave | Apply | Serve
+Order = Cancel | Retire
 Finding = Suspect | Clear | Lose | Spend
-Command = Call | Finding
+Command = Call | Order | Finding
 
 
 def decide(engine: Engine, command: Command) -> tuple[Event, ...]:
@@ -184,6 +229,12 @@ def _decide(engine: Engine, command: Command) -> tuple[Event, ...]:
             return _on_leave(engine, command)
         case Apply():
             return _on_apply(engine, command)
+        case Serve():
+            return _on_serve(engine, command)
+        case Cancel():
+            return _on_cancel(engine, command)
+        case Retire():
+            return _on_retire(engine, command)
         case Suspect() | Clear() | Lose():
             return _on_presence(engine, command)
         case Spend():
@@ -286,7 +337,8 @@ def _claim_of_this_launch(
     if last.ended == "SEALED" and (alive := _alive(last, command.watched)):
         _not_in_place_of(taken, alive, join, last)
     if not last.open:
-        return _open(engine, command, reserved)
+        left = _departures(last, taken, f"a new process on {join.host} took its place")
+        return (*left, *_open(reduce(evolve, left, engine), command, reserved))
     claimed = _claimed(last, command, reserved)
     if not same_terms(last, join):
         return (*claimed, _differs(last, command.attempt, join))
@@ -330,7 +382,7 @@ def _open(engine: Engine, command: Claim, reserved: Reservation) -> tuple[Event,
         launch=join.launch,
         layout=join.layout,
         mode=join.mode,
-        budgets=command.budgets,
+        policy=command.policy.shortened(join.budgets),
     )
     round_ = evolve(engine, opened).rounds[opened.round]
     return (opened, *_claimed(round_, command, reserved))
@@ -374,14 +426,15 @@ def _was_here(round_: Round, join: Join) -> bool:
 
 
 def _differs(round_: Round, attempt: int, join: Join) -> Objected:
-    ours, theirs = join.layout.model_dump(), round_.layout.model_dump()
+    ours = join.layout.model_dump() | {"mode": join.mode}
+    theirs = round_.layout.model_dump() | {"mode": round_.mode}
     keys = [k for k in ours if ours[k] != theirs[k]]
     said = {r: m.join.host for m in round_.seated for r in m.ranks}
     text = (
-        f"layout differs: {named(join.ranks)} on {join.host} has"
+        f"{'mode' if keys == ['mode'] else 'layout'} differs: {named(join.ranks)} on {join.host} has"
         f" {', '.join(f'{k} {ours[k]}' for k in keys)}, {named(sorted(said))} have"
         f" {', '.join(f'{k} {theirs[k]}' for k in keys)};"
-        " start every rank with the same layout"
+        " start every rank with the same settings"
     )
     # Once the numbers are agreed every slot is held: whoever comes then is one too many.
     code = "duplicate_rank" if round_.verdict else "inputs_disagree"
@@ -411,14 +464,23 @@ def _duplicate(round_: Round, attempt: int, join: Join, old: Member) -> Objected
     return _objected(round_, attempt, "duplicate_rank", both, join.host, text)
 
 
+def _departures(round_: Round, members: list[Member], why: str) -> tuple[Departed, ...]:
+    """Members of a sealed round that are known to be gone now."""
+    if round_.ended != "SEALED":
+        return ()
+    return tuple(
+        Departed(round=round_.number, attempt=m.attempt, why=why)
+        for m in members
+        if m.departed is None
+    )
+
+
 # --- inside a round -----------------------------------------------------------------------------
 
 
 def member_of(engine: Engine, number: int, attempt: int) -> tuple[Round, Member]:
     """The round and the process a call speaks of. Raises NotFound or Superseded."""
-    round_ = engine.rounds.get(number)
-    if round_ is None:
-        raise NotFound(f"{engine.name} has no round {number}", field="round", value=str(number))
+    round_ = _round(engine, number)
     member = round_.members.get(attempt)
     if member is None:
         own = engine.round_of(attempt)
@@ -476,10 +538,10 @@ def _on_submit(engine: Engine, command: Submit) -> tuple[Event, ...]:
 
 
 def _difference(first: Report, second: Report) -> str:
-    for field in type(first).model_fields:
-        ours, theirs = getattr(first, field), getattr(second, field)
+    for name in type(first).model_fields:
+        ours, theirs = getattr(first, name), getattr(second, name)
         if ours != theirs:
-            return f"{field} {ours} and now says {theirs}"[:300]
+            return f"{name} {ours} and now says {theirs}"[:300]
     return "the same"
 
 
@@ -528,9 +590,11 @@ def _said_no(
 
 def _on_leave(engine: Engine, command: Leave) -> tuple[Event, ...]:
     round_, member = member_of(engine, command.round, command.attempt)
+    reason = command.leave.reason or "no reason given"
+    if round_ == engine.in_force and member.seated:
+        return _departures(round_, [member], f"left: {reason}")
     if not round_.open or member.gone:
         return ()
-    reason = command.leave.reason or "no reason given"
     left = _objected(
         round_,
         member.attempt,
@@ -584,7 +648,8 @@ def _on_apply(engine: Engine, command: Apply) -> tuple[Event, ...]:
     if not round_.open or member.gone or member.applied is not None or not member.seated:
         return ()
     touched = _touched(round_, command.touched)
-    if wrong := _built_otherwise(round_, member, said.built):
+    # An observed round only looks on: what was built is kept, never compared.
+    if round_.enforced and (wrong := _built_otherwise(round_, member, said.built)):
         return (*touched, wrong)
     applied = Applied(round=round_.number, attempt=member.attempt, built=said.built)
     return settle(engine, round_.number, *touched, applied)
@@ -623,13 +688,59 @@ def _shown(built: Mapping[Any, Any]) -> str:
     return cut(", ".join(f"{key} {built[key]}" for key in sorted(built)), 300)
 
 
+# --- after the seal, and operators --------------------------------------------------------------
+
+
+def _on_serve(engine: Engine, command: Serve) -> tuple[Event, ...]:
+    round_, member = member_of(engine, command.round, command.attempt)
+    if round_.ended != "SEALED" or not member.seated:
+        raise Conflict(
+            f"{named(member.ranks)} serves, but round {round_.number} is {round_.state}; serve"
+            " after applied() has returned",
+            rank=member.ranks[0],
+            field="round",
+            value=round_.state,
+        )
+    if member.kept:
+        return ()
+    return (Serving(round=round_.number, attempt=member.attempt),)
+
+
+def _on_cancel(engine: Engine, command: Cancel) -> tuple[Event, ...]:
+    round_ = _round(engine, command.round)
+    if not round_.open:
+        return ()
+    text = f"cancelled by an operator: {command.reason}"
+    return _end(engine, round_, Cause(code="cancelled", ranks=(), text=text, retryable=False))
+
+
+def _on_retire(engine: Engine, command: Retire) -> tuple[Event, ...]:
+    round_ = _round(engine, command.round)
+    if round_.ended != "SEALED":
+        raise Conflict(
+            f"{engine.name} round {round_.number} is {round_.state}; only a sealed round can be"
+            " retired, an open one is cancelled",
+            field="round",
+            value=round_.state,
+        )
+    if round_.retired is not None:
+        return ()
+    return (Retired(round=round_.number, reason=command.reason),)
+
+
+def _round(engine: Engine, number: int) -> Round:
+    if number not in engine.rounds:
+        raise NotFound(f"{engine.name} has no round {number}", field="round", value=str(number))
+    return engine.rounds[number]
+
+
 # --- findings -----------------------------------------------------------------------------------
 
 
 def _on_presence(engine: Engine, command: Suspect | Clear | Lose) -> tuple[Event, ...]:
     round_ = engine.rounds.get(command.round)
     member = round_.members.get(command.attempt) if round_ else None
-    if round_ is None or member is None or not round_.open or member.gone or not member.seated:
+    if round_ is None or member is None or not _is_followed(round_, member):
         return ()
     match command:
         case Suspect(connection=connection):
@@ -644,6 +755,9 @@ def _on_presence(engine: Engine, command: Suspect | Clear | Lose) -> tuple[Event
         case Lose(connection=connection, after_s=after_s, was_open=was_open):
             if member.suspect != connection:  # back since, or another session's end
                 return ()
+            if round_.ended:
+                why = f"its session ended and did not come back within {after_s:g} s"
+                return _departures(round_, [member], why)
             what = "ended and did not come back" if was_open else "was not opened"
             text = (
                 f"lost: its session {what} within {after_s:g} s"
@@ -665,38 +779,67 @@ def _on_presence(engine: Engine, command: Suspect | Clear | Lose) -> tuple[Event
             assert_never(command)
 
 
+def _is_followed(round_: Round, member: Member) -> bool:
+    """Whether the end of this member's session means anything."""
+    if not member.seated or member.gone or member.departed is not None:
+        return False
+    return round_.open or (round_.ended == "SEALED" and member.kept)
+
+
 def _on_spend(engine: Engine, command: Spend) -> tuple[Event, ...]:
     round_ = engine.rounds.get(command.round)
     if round_ is None or not round_.open:
         return ()
-    if command.what == "grace":
-        return _end(engine, round_) if round_.causes else ()
+    short = () if round_.verdict else tuple(_as_cause(round_, f) for f in round_.short)
+    match command.what:
+        case "grace":
+            return _end(engine, round_, *short) if round_.causes else ()
+        case "shortfall":
+            return _end(engine, round_, *short) if short and not round_.causes else ()
     if command.what != round_.phase or round_.causes:
         return ()
-    return _end(engine, round_, *_time_ran_out(round_))
+    if command.soft:
+        stuck = {r: s for r, s in command.signs.items() if s.stuck and r in round_.waiting_for}
+        causes = [_is_stuck(round_, rank, sign) for rank, sign in sorted(stuck.items())]
+    else:
+        causes = list(_time_ran_out(round_, command.signs))
+    return _end(engine, round_, *causes, *short) if causes else ()
 
 
-def _time_ran_out(round_: Round) -> Iterable[Cause]:
-    """One cause for every rank that the spent budget waited for."""
-    waited_for = round_.waiting_for
+def _as_cause(round_: Round, finding: plan_rules.Finding) -> Cause:
+    return Cause(
+        code=finding.code,
+        ranks=finding.ranks,
+        host=round_.host(finding.ranks[0]),
+        text=finding.text,
+        retryable=finding.retryable,
+    )
+
+
+def _time_ran_out(round_: Round, signs: Mapping[int, Sign]) -> Iterable[Cause]:
+    """One cause for every rank that the spent budget waited for: the missing, then the stuck."""
+    waited_for, policy = round_.waiting_for, round_.policy
+    stuck = [rank for rank in waited_for if rank in signs and signs[rank].stuck]
     for rank in waited_for:
-        holder = round_.holder(rank)
+        if rank in stuck:
+            continue
+        holder, sign = round_.holder(rank), signs.get(rank)
         if holder is None:
             text = (
-                f"never joined within gather_s {round_.budgets.gather_s:g} s; start it, or see why"
-                " its process did not come up"
-            )
-        elif round_.verdict is None:
-            text = (
-                f"joined (pid {holder.join.pid}) but sent no report within report_s"
-                f" {round_.budgets.report_s:g} s; look at this process's own log"
+                f"never joined within gather_s {policy.gather_s:g} s; start it, or see why its"
+                " process did not come up"
             )
         else:
-            text = (
-                f"did not say that it built its pools within apply_s {round_.budgets.apply_s:g} s"
-                f" (pid {holder.join.pid}); look at this process's own log"
+            seen = f", last seen at {sign.phase!r} {sign.age_s:.0f} s ago" if sign else ""
+            what = (
+                f"joined but sent no report within report_s {policy.report_s.hard:g} s"
+                if round_.verdict is None
+                else f"did not say that it built its pools within apply_s {policy.apply_s.hard:g} s"
             )
+            text = f"{what} (pid {holder.join.pid}{seen}); look at this process's own log"
         yield Cause(code="ranks_missing", ranks=(rank,), host=round_.host(rank), text=text)
+    for rank in stuck:
+        yield _is_stuck(round_, rank, signs[rank])
     if not waited_for:
         # Everyone was heard; the round waited only for sessions to come back.
         for member in round_.suspects:
@@ -707,6 +850,19 @@ def _time_ran_out(round_: Round) -> Iterable[Cause]:
                 text=f"lost: its session ended and was not back when time ran out"
                 f" (pid {member.join.pid}); look at this process's own log",
             )
+
+
+def _is_stuck(round_: Round, rank: int, sign: Sign) -> Cause:
+    holder = round_.holder(rank)
+    assert holder is not None, "only a claimed rank shows signs"
+    pid = holder.join.pid
+    return Cause(
+        code="rank_stuck",
+        ranks=(rank,),
+        host=holder.join.host,
+        text=f"stuck: alive, but without progress for {sign.age_s:.0f} s at {sign.phase!r}"
+        f" (pid {pid}); see where it stands: py-spy dump --pid {pid}",
+    )
 
 
 # --- settling -----------------------------------------------------------------------------------

@@ -11,18 +11,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.cell import TICK_S, Cell
+from coordinator.check import check_rooms
 from coordinator.engine import Engine, Round
-from coordinator.events import Budgets, EngineName, Entry, Touch
+from coordinator.events import EngineName, Entry, Touch
 from coordinator.logs import EngineLog, LogConflict, LogUnavailable
+from coordinator.policies import Policies
 from coordinator.presence import Connection, Presence, Seat
 from coordinator.round import (
     Apply,
+    Cancel,
     Claim,
     Clear,
     Command,
     Finding,
     Leave,
     Reserve,
+    Retire,
+    Serve,
+    Sign,
     Spend,
     Submit,
     Veto,
@@ -41,10 +47,9 @@ RETRY_S = 0.5
 
 @dataclass(frozen=True)
 class Settings:
-    """Durations in seconds; docs/operations.md lists them with what must exceed which."""
+    """Durations in seconds; docs/timeouts.md lists them with what must exceed which."""
 
-    budgets: Budgets = field(default_factory=Budgets)
-    grace_s: float = 0.5
+    policies: Policies = field(default_factory=Policies)
     reattach_s: float = 1.0
     lost_after_s: float = 30.0
 
@@ -145,7 +150,7 @@ class Service:
             "protocol": PROTOCOL,
             "features": [],
             "store_id": self._log.store_id,
-            "patience_s": self.settings.budgets.gather_s + 60,
+            "patience_s": self.settings.policies.of(name).gather_s + 60,
         }
 
     async def claim(
@@ -155,7 +160,7 @@ class Service:
         last, repeated = cell.engine.last, cell.engine.round_of(attempt) is not None
         watched = self.presence.watched(name, last.number) if last else frozenset()
         engine = await self._carry_out(
-            cell, Claim(attempt, self.settings.budgets, watched, touched)
+            cell, Claim(attempt, self.settings.policies.of(name), watched, touched)
         )
         round_ = engine.round_of(attempt)
         assert round_ is not None, "it has just been claimed"
@@ -164,16 +169,16 @@ class Service:
         elif round_.open:
             seat = Seat(name, round_.number, attempt)
             self.presence.expect(seat, within_s=self.settings.lost_after_s)
-        budgets = round_.budgets
+        policy = round_.policy
         return {
             "round": round_.number,
             "outcome": round_.ended or "open",
             "layout": round_.layout.model_dump(mode="json"),
             "mode": round_.mode,
             "budgets": {
-                "gather_s": budgets.gather_s,
-                "report_s": {"hard": budgets.report_s},
-                "apply_s": {"hard": budgets.apply_s},
+                "gather_s": policy.gather_s,
+                "report_s": policy.report_s.model_dump(),
+                "apply_s": policy.apply_s.model_dump(),
             },
             "remaining_s": self.remaining_s(name, round_),
         }
@@ -226,6 +231,39 @@ class Service:
         touched: tuple[Touch, ...] = (),
     ) -> Round:
         return await self._call(name, Leave(number, attempt, leave, touched))
+
+    async def phase(
+        self, name: EngineName, number: int, attempt: int, phase: messages.Phase
+    ) -> None:
+        """A sign of progress: never stored; what it says stands in a verdict that needs it."""
+        await self.seen(name, number, attempt)
+        self._cell(name).note(attempt, phase)
+
+    async def serve(
+        self, name: EngineName, number: int, attempt: int, touched: tuple[Touch, ...] = ()
+    ) -> Round:
+        return await self._call(name, Serve(number, attempt, touched))
+
+    async def cancel(self, name: EngineName, number: int, reason: str) -> Round:
+        """An operator ends an open round; one that has ended stays as it is."""
+        engine = await self._carry_out(self._cell(name), Cancel(number, reason))
+        return engine.rounds[number]
+
+    async def retire(self, name: EngineName, number: int, reason: str) -> Round:
+        """An operator takes a sealed round out of force."""
+        engine = await self._carry_out(self._cell(name), Retire(number, reason))
+        return engine.rounds[number]
+
+    def check(self, name: EngineName, number: int, reports: Mapping[int, Report]) -> dict[str, Any]:
+        """Whether the plan in force still has room on these ranks. Raises Superseded, Invalid."""
+        engine = self.engine(name)
+        if engine.in_force is None or engine.in_force.number != number:
+            raise Superseded(
+                f"{name} round {number} is not in force; size for the round that is, or exit",
+                field="round",
+                value=str(number),
+            )
+        return check_rooms(engine.in_force, reports)
 
     # --- sessions -------------------------------------------------------------------------------
 
@@ -305,7 +343,7 @@ class Service:
     async def _call(
         self,
         name: EngineName,
-        command: Submit | Veto | Leave | Apply,
+        command: Submit | Veto | Leave | Apply | Serve,
         done: Callable[[Round], bool] = lambda _: True,
         wait_s: float = 0.0,
     ) -> Round:
@@ -359,15 +397,17 @@ class Service:
         cell.wake()
         self._watch(cell)
 
-    async def _find(self, name: EngineName, finding: Finding) -> None:
-        """Take a finding to the log, for as long as the store needs to come back."""
+    async def _find(self, name: EngineName, finding: Finding) -> bool:
+        """Take a finding to the log, for as long as the store needs; whether it still mattered."""
         while not self.stopping:
             try:
-                await self._carry_out(self._cell(name), finding)
-                return
+                cell = self._cell(name)
+                before = cell.engine.entries
+                return (await self._carry_out(cell, finding)).entries > before
             except Unavailable as error:
                 log.warning("%s: %s; trying again", name, error)
                 await asyncio.sleep(RETRY_S)
+        return False
 
     def _patience_s(self, seat: Seat) -> float:
         round_ = self._cell(seat.name).engine.rounds[seat.round]
@@ -386,19 +426,36 @@ class Service:
         """Follow an engine for as long as its last round is open, and say when time has run out."""
         loop = asyncio.get_running_loop()
         while (round_ := cell.engine.last) and round_.open:
-            left_s, what = cell.clock.left_s(round_), round_.phase
-            assert what is not None, "an open round has a phase"
-            finding = Spend(round_.number, what)
-            if round_.causes:
-                left_s = min(left_s, cell.clock.grace_left_s(round_, self.settings.grace_s))
-                finding = Spend(round_.number, "grace")
-            if left_s <= 0:
-                await self._find(cell.name, finding)
+            left_s, finding = self._next_end(cell, round_)
+            if left_s <= 0 and await self._find(cell.name, finding):
                 continue
             began_s = loop.time()
             # A timer may fire a little early; a budget may not.
-            await cell.change(min(TICK_S, left_s + 0.001))
+            await cell.change(min(TICK_S, left_s + 0.001) if left_s > 0 else TICK_S)
             cell.clock.advance(round_, loop.time() - began_s)
+
+    def _next_end(self, cell: Cell, round_: Round) -> tuple[float, Spend]:
+        """What ends next, and in how many seconds."""
+        clock, what, number = cell.clock, round_.phase, round_.number
+        assert what is not None, "an open round has a phase"
+        hard_s = clock.left_s(round_)
+        if round_.causes:
+            return min(hard_s, clock.grace_left_s(round_)), Spend(number, "grace")
+        if round_.short and round_.verdict is None:
+            return min(hard_s, clock.short_left_s(round_)), Spend(number, "shortfall")
+        signs = self._signs(cell, round_)
+        soft_s = 0.0 if what == "gather" else clock.soft_left_s(round_)
+        if what != "gather" and soft_s <= 0 < hard_s and any(s.stuck for s in signs.values()):
+            return 0.0, Spend(number, what, soft=True, signs=signs)
+        return soft_s or hard_s, Spend(number, what, signs=signs)
+
+    def _signs(self, cell: Cell, round_: Round) -> dict[int, Sign]:
+        signs = {}
+        for rank in round_.waiting_for:
+            if holder := round_.holder(rank):
+                phase, age_s = cell.progress(holder.attempt)
+                signs[rank] = Sign(phase, age_s, age_s >= round_.policy.stall_s)
+        return signs
 
 
 def _join_of(engine: Engine, attempt: int) -> Join | None:

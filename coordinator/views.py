@@ -29,8 +29,18 @@ def budget_row(engine: Engine) -> dict[str, Any]:
             row |= last_word(round_)
             break
     if in_force := engine.in_force:
-        row["agreed"] = agreed(in_force)
+        row["agreed"] = agreed(in_force) | {"standing": standing(in_force)}
     return row
+
+
+def standing(round_: Round) -> dict[str, Any]:
+    """Whether every member of a sealed round is still there, as far as anyone said."""
+    if round_.ended != "SEALED":
+        return {"standing": "none", "ranks": []}
+    if round_.retired is not None:
+        return {"standing": "retired", "ranks": [], "reason": round_.retired}
+    gone = round_.departed
+    return {"standing": "broken" if gone else "whole", "ranks": gone}
 
 
 def last_word(round_: Round) -> dict[str, Any]:

@@ -263,6 +263,22 @@ class Device(Message):
     total_bytes: Bytes | None = None
 
 
+Budget = Annotated[float, Field(gt=0, le=10**7, allow_inf_nan=False)]
+
+
+class AskedEnds(Message):
+    soft: Budget | None = None
+    hard: Budget | None = None
+
+
+class AskedBudgets(Message):
+    """Shorter budgets than the policy's, in seconds; longer ones change nothing."""
+
+    gather_s: Budget | None = None
+    report_s: AskedEnds | None = None
+    apply_s: AskedEnds | None = None
+
+
 class Join(Message):
     """A process asks for an attempt number for the ranks it holds. Opens and binds nothing."""
 
@@ -271,12 +287,13 @@ class Join(Message):
     nonce: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:-]{8,64}$")]
     launch: Launch
     protocol: Positive = PROTOCOL
-    mode: Literal["enforce"] = "enforce"
+    mode: Literal["enforce", "observe"] = "enforce"
     inputs: OpenMap | None = None
     host: Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]{1,255}$")]
     pid: Positive
     engine_version: Text | None = None
     device: Device | None = None
+    budgets: AskedBudgets | None = None
 
     @model_validator(mode="after")
     def _ranks_are_in_the_layout(self) -> Join:
@@ -308,6 +325,21 @@ class Veto(Message):
 
 class Leave(Message):
     reason: Text | None = None
+
+
+class Phase(Message):
+    """What a process does now. progress only grows: weights read, batches profiled, graphs."""
+
+    phase: Annotated[str, StringConstraints(min_length=1, max_length=64)]
+    progress: Whole
+    done: Whole | None = None
+    total: Whole | None = None
+
+
+class Reason(Message):
+    """Why an operator ends something; stands in the log."""
+
+    reason: Annotated[str, StringConstraints(min_length=1, max_length=500)]
 
 
 class BuildFailed(Message):

@@ -8,7 +8,8 @@ from itertools import count
 from typing import Any
 
 from coordinator.engine import Engine, Member, Round, evolve_entry
-from coordinator.events import Budgets, EngineName, Entry, Event, entry_from
+from coordinator.events import EngineName, Entry, Event, entry_from
+from coordinator.policy import Policy
 from coordinator.round import (
     Apply,
     Claim,
@@ -151,7 +152,7 @@ class Process:
 
     def claims(self, *, watched: list[Process] | None = None) -> tuple[Event, ...]:
         seen = frozenset(p.attempt for p in watched or ())
-        return self.log.do(Claim(self.attempt, Budgets(), seen))
+        return self.log.do(Claim(self.attempt, Policy(), seen))
 
     def reports(self, report: Report | int = 90, *, round_: int | None = None) -> tuple[Event, ...]:
         report = a_report(report) if isinstance(report, int) else report

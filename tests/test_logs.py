@@ -16,11 +16,11 @@ import pytest
 
 from coordinator.events import (
     Applied,
-    Budgets,
     Cause,
     Claimed,
     Cleared,
     Decided,
+    Departed,
     Ended,
     EngineName,
     Entry,
@@ -29,6 +29,8 @@ from coordinator.events import (
     Opened,
     Reported,
     Reserved,
+    Retired,
+    Serving,
     Suspected,
     Touch,
     Touched,
@@ -36,6 +38,7 @@ from coordinator.events import (
 )
 from coordinator.logs import EngineLog, LogConflict, StoreUnreadable, open_log
 from coordinator.logs.sqlite import SqliteLog
+from coordinator.policy import Policy
 from kvaccord import Layout, page, state
 from kvaccord.messages import Device
 from tests.builders import Log, a_join, a_launch, a_report
@@ -81,7 +84,7 @@ EVENTS: list[Event] = [
         launch=JOIN.launch,
         layout=JOIN.layout,
         mode="enforce",
-        budgets=Budgets(gather_s=0.1, report_s=7200.0, apply_s=1e7),
+        policy=Policy(gather_s=0.75),
     ),
     Claimed(round=1, attempt=1),
     Reported(round=1, attempt=1, reports={3: REPORT, 1: a_report()}, planned={3: a_report(1)}),
@@ -95,6 +98,9 @@ EVENTS: list[Event] = [
     Touched(round=1, touches=(TOUCH, TOUCH)),
     Decided(round=1, result="PASSED", document='{"text":"' + "\\u0000 😂" + '"}'),
     Ended(round=1, result="ABORTED", document="{}"),
+    Serving(round=1, attempt=1),
+    Departed(round=1, attempt=1, why="left"),
+    Retired(round=1, reason="moved"),
 ]
 
 
@@ -246,7 +252,7 @@ def test_bytes_that_are_read_are_written_again_as_they_were(event):
 def test_a_budget_has_an_end(seconds):
     # JSON has neither: it would be written as null, and the log never read again.
     with pytest.raises(ValueError):  # noqa: PT011  pydantic's own
-        Budgets(gather_s=seconds)
+        Policy(gather_s=seconds)
 
 
 # --- SQLite -------------------------------------------------------------------------------------

@@ -213,7 +213,7 @@ def test_a_no_after_the_verdict_aborts_even_after_its_own_applied(log, no, built
     assert log.outcome.document["not_heard"] == [1]
 
 
-@pytest.mark.parametrize("no", ["vetoes", "leaves", "fails_to_build", "is_suspected"])
+@pytest.mark.parametrize("no", ["vetoes", "fails_to_build", "is_suspected"])
 def test_a_sealed_round_stands(log, no):
     a, _ = log.sealed(90, 70)
     assert getattr(a, no)() == ()

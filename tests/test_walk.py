@@ -20,10 +20,10 @@ from coordinator.cell import Cell
 from coordinator.engine import Engine
 from coordinator.events import (
     Applied,
-    Budgets,
     Claimed,
     Cleared,
     Decided,
+    Departed,
     Ended,
     Entry,
     Event,
@@ -35,6 +35,7 @@ from coordinator.events import (
     Touched,
     entry_from,
 )
+from coordinator.policy import Policy
 from coordinator.round import (
     Apply,
     Claim,
@@ -215,7 +216,7 @@ class Walk:
                 yield Spend(round_, rng.choice(["gather", "report", "apply", "grace"]))
             case "lie":  # with an attempt number that it was not given
                 yield Clear(round_, process.attempt + 50)
-                yield Claim(process.attempt + 50, Budgets())
+                yield Claim(process.attempt + 50, Policy())
 
     def wind_down(self) -> None:
         """From wherever it stands, the round comes to its end (L4)."""
@@ -268,7 +269,7 @@ class Walk:
             p.attempt for p in self.processes if p.attempt and self.rng.random() < 0.3
         )
         touched = self.touches(process, "claim")
-        return Claim(process.attempt, Budgets(), watched, touched)
+        return Claim(process.attempt, Policy(), watched, touched)
 
     def a_submit(self, process: Process) -> Submit:
         if process.said and self.rng.random() < 0.7:
@@ -472,6 +473,9 @@ class Walk:
         for event in events:
             assert not isinstance(event, Reserved | Opened | Claimed)
             assert last is not None
+            if isinstance(event, Departed):  # what is in force may be older than what is open
+                assert event.round == command.round == self.log.engine.in_force.number
+                continue
             assert event.round == last.number == command.round
             if not isinstance(command, Spend):
                 assert self.told.attempts[command.attempt].round == last.number

@@ -25,8 +25,9 @@ from coordinator.api.common import (
 from coordinator.api.session import SessionStream
 from coordinator.engine import Round
 from coordinator.verdict import faults, report_document
+from coordinator.views import standing
 from kvaccord.errors import NotFound
-from kvaccord.messages import Applied, Leave, RankKey, Report, Veto
+from kvaccord.messages import Applied, Leave, Phase, RankKey, Reason, Report, Veto
 
 router = APIRouter(prefix="/v1/engines/{ns}/{engine}/rounds/{n}")
 
@@ -94,6 +95,40 @@ async def leave(request: Request, process: Process, n: RoundNumber, body: Leave)
     return finished(waiting(service, process.name, round_), effect)
 
 
+@router.post("/phase", status_code=204)
+async def phase(request: Request, process: Process, n: RoundNumber, body: Phase) -> Response:
+    """A sign of progress. Never stored; the last one stands in a verdict that needs it."""
+    await service_of(request).phase(process.name, n, process.attempt, body)
+    return Response(status_code=204)
+
+
+@router.post("/serving")
+async def serving(request: Request, process: Process, n: RoundNumber) -> Response:
+    """After the seal: this process serves and keeps its session. Answers the standing."""
+    round_ = await service_of(request).serve(process.name, n, process.attempt)
+    return json_response(standing(round_))
+
+
+@router.post("/check")
+async def check(request: Request, process: Process, n: RoundNumber, body: Reports) -> Response:
+    """Whether the plan in force still has room. A question: nothing changes."""
+    return json_response(service_of(request).check(process.name, n, body))
+
+
+@router.post("/cancel")
+async def cancel(request: Request, name: Place, n: RoundNumber, body: Reason) -> Response:
+    """An operator ends an open round; its ranks hear `cancelled`."""
+    round_ = await service_of(request).cancel(name, n, body.reason)
+    return frozen(round_.outcome or round_.decision, round_)
+
+
+@router.post("/retire")
+async def retire(request: Request, name: Place, n: RoundNumber, body: Reason) -> Response:
+    """An operator takes a sealed round out of force. Answers the standing."""
+    round_ = await service_of(request).retire(name, n, body.reason)
+    return json_response(standing(round_))
+
+
 @router.get("/session")
 async def session(
     request: Request,
@@ -142,6 +177,9 @@ async def status(request: Request, name: Place, n: AnyRound) -> Response:
             "remaining_s": service.remaining_s(name, round_),
             "causes": [c.model_dump(mode="json", exclude_none=True) for c in round_.causes],
             "faults": faults(round_.touches),
+            "mode": round_.mode,
+            "policy": round_.policy.model_dump(exclude_none=True),
+            "standing": standing(round_),
             "members": [
                 {
                     "attempt": m.attempt,
@@ -149,10 +187,13 @@ async def status(request: Request, name: Place, n: AnyRound) -> Response:
                     "host": m.join.host,
                     "pid": m.join.pid,
                     "presence": _presence(round_, m.attempt, watched),
+                    "phase": phase,
+                    "progress_age_s": round(age_s, 1),
                     "reported": m.seated and m.ranks[0] in round_.sent,
                     "applied": m.applied is not None,
                 }
                 for m in round_.members.values()
+                for phase, age_s in [service.cell(name).progress(m.attempt)]
             ],
         }
     )
