@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.events import EngineName
 from coordinator.round import Finding, Lose, Suspect
+from coordinator.served import served_sleep
+
+# So many sessions of so many hosts that end together: the network or a proxy is likelier.
+MASS_WINDOW_S = 5.0
+MASS_SHARE = 0.2
+MASS_HOSTS = 3
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,7 @@ class Seat:
 @dataclass(frozen=True)
 class Connection:
     seat: Seat
+    host: str = ""
     id: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
@@ -36,21 +44,31 @@ class Presence:
 
     report: takes a finding to the log; does not return before it is kept or is of no use any more.
     patience_s: how long a suspect of this seat may stay away before it is lost, in seconds.
+    doubt_s: how much longer everyone may stay away after a mass end of sessions.
     """
 
     def __init__(
         self,
         report: Callable[[EngineName, Finding], Awaitable[object]],
         patience_s: Callable[[Seat], float],
+        doubt_s: float,
     ) -> None:
         self._report = report
         self._patience_s = patience_s
+        self._doubt_s = doubt_s
         self._open: dict[Seat, Connection] = {}
         self._tasks: dict[Seat, asyncio.Task[None]] = {}
+        self._ends: deque[tuple[float, str]] = deque()  # (when, host) of the last few seconds
+        self._doubt_until_s = 0.0
 
     @property
     def sessions(self) -> int:
         return len(self._open)
+
+    @property
+    def doubt_left_s(self) -> float:
+        """Seconds for which nobody is judged, because many sessions ended together."""
+        return max(0.0, self._doubt_until_s - asyncio.get_running_loop().time())
 
     def watched(self, name: EngineName, round_: int) -> frozenset[int]:
         """The attempts of a round whose session is open."""
@@ -61,9 +79,9 @@ class Presence:
         if seat not in self._open:
             self._start(seat, self._await_opening(seat, within_s))
 
-    def attach(self, seat: Seat) -> Connection:
+    def attach(self, seat: Seat, host: str) -> Connection:
         """A session opened. Of two for one seat the newer counts."""
-        connection = self._open[seat] = Connection(seat)
+        connection = self._open[seat] = Connection(seat, host)
         self._forget(seat)
         return connection
 
@@ -73,6 +91,7 @@ class Presence:
             return
         del self._open[connection.seat]
         if by_peer:
+            self._count_end(connection.host)
             self._start(connection.seat, self._await_return(connection))
 
     def forget_round(self, name: EngineName, round_: int) -> None:
@@ -84,13 +103,23 @@ class Presence:
         for seat in list(self._tasks):
             self._forget(seat)
 
+    def _count_end(self, host: str) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self._ends.append((now_s, host))
+        while self._ends[0][0] < now_s - MASS_WINDOW_S:
+            self._ends.popleft()
+        hosts = {host for _, host in self._ends}
+        together = len(self._ends) >= MASS_SHARE * (len(self._ends) + len(self._open))
+        if together and len(hosts) >= MASS_HOSTS:
+            self._doubt_until_s = now_s + self._doubt_s
+
     def _start(self, seat: Seat, waiting: Coroutine[Any, Any, None]) -> None:
         self._forget(seat)
         task = self._tasks[seat] = asyncio.create_task(waiting)
         task.add_done_callback(lambda done: self._drop(seat, done))
 
     async def _await_opening(self, seat: Seat, within_s: float) -> None:
-        await asyncio.sleep(within_s)
+        await self._wait(within_s)
         never = Connection(seat)
         await self._report(seat.name, Suspect(seat.round, seat.attempt, never.id))
         lose = Lose(seat.round, seat.attempt, never.id, within_s, was_open=False)
@@ -100,9 +129,14 @@ class Presence:
         seat = ended.seat
         await self._report(seat.name, Suspect(seat.round, seat.attempt, ended.id))
         after_s = self._patience_s(seat)
-        await asyncio.sleep(after_s)
+        await self._wait(after_s)
         lose = Lose(seat.round, seat.attempt, ended.id, after_s, was_open=True)
         await self._report(seat.name, lose)
+
+    async def _wait(self, seconds: float) -> None:
+        await served_sleep(seconds)
+        while (held_s := self.doubt_left_s) > 0:
+            await served_sleep(held_s)
 
     def _forget(self, seat: Seat) -> None:
         if task := self._tasks.pop(seat, None):

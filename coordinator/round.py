@@ -430,8 +430,9 @@ def _differs(round_: Round, attempt: int, join: Join) -> Objected:
     theirs = round_.layout.model_dump() | {"mode": round_.mode}
     keys = [k for k in ours if ours[k] != theirs[k]]
     said = {r: m.join.host for m in round_.seated for r in m.ranks}
+    key = "mode" if keys == ["mode"] else "layout"
     text = (
-        f"{'mode' if keys == ['mode'] else 'layout'} differs: {named(join.ranks)} on {join.host} has"
+        f"{key} differs: {named(join.ranks)} on {join.host} has"
         f" {', '.join(f'{k} {ours[k]}' for k in keys)}, {named(sorted(said))} have"
         f" {', '.join(f'{k} {theirs[k]}' for k in keys)};"
         " start every rank with the same settings"
@@ -740,7 +741,7 @@ def _round(engine: Engine, number: int) -> Round:
 def _on_presence(engine: Engine, command: Suspect | Clear | Lose) -> tuple[Event, ...]:
     round_ = engine.rounds.get(command.round)
     member = round_.members.get(command.attempt) if round_ else None
-    if round_ is None or member is None or not _is_followed(round_, member):
+    if round_ is None or member is None or not is_followed(round_, member):
         return ()
     match command:
         case Suspect(connection=connection):
@@ -779,7 +780,7 @@ def _on_presence(engine: Engine, command: Suspect | Clear | Lose) -> tuple[Event
             assert_never(command)
 
 
-def _is_followed(round_: Round, member: Member) -> bool:
+def is_followed(round_: Round, member: Member) -> bool:
     """Whether the end of this member's session means anything."""
     if not member.seated or member.gone or member.departed is not None:
         return False

@@ -13,7 +13,7 @@ from typing import Any
 from coordinator.cell import TICK_S, Cell
 from coordinator.check import check_rooms
 from coordinator.engine import Engine, Round
-from coordinator.events import EngineName, Entry, Touch
+from coordinator.events import Decided, Ended, EngineName, Entry, Touch
 from coordinator.logs import EngineLog, LogConflict, LogUnavailable
 from coordinator.policies import Policies
 from coordinator.presence import Connection, Presence, Seat
@@ -34,6 +34,7 @@ from coordinator.round import (
     Veto,
     decide,
     find_attempt,
+    is_followed,
     member_of,
 )
 from kvaccord import messages
@@ -63,7 +64,7 @@ class Service:
 
     def __init__(self, log_: EngineLog, settings: Settings | None = None) -> None:
         self.settings = settings or Settings()
-        self.presence = Presence(self._find, self._patience_s)
+        self.presence = Presence(self._find, self._patience_s, self.settings.lost_after_s)
         self.stopping = False
         self.append_seconds: Callable[[float], None] = lambda _: None
         self._log = log_
@@ -78,12 +79,13 @@ class Service:
             cell = self._cells[name] = Cell(name, self._log.store_id)
             await self._refresh(cell)
             self._watch(cell)
-            last = cell.engine.last
-            for member in last.seated if last and last.open else ():
-                # Claimed before this coordinator began to serve: judged only after it has served
-                # for as long as a process may take to find it again.
-                seat = Seat(name, last.number, member.attempt)  # type: ignore[union-attr]
-                self.presence.expect(seat, within_s=self.settings.lost_after_s)
+            for round_ in cell.engine.rounds.values():
+                for member in round_.members.values():
+                    if is_followed(round_, member):
+                        # It was here before this coordinator: judged only after it has served
+                        # for as long as a process may take to find it again.
+                        seat = Seat(name, round_.number, member.attempt)
+                        self.presence.expect(seat, within_s=self.settings.lost_after_s)
 
     def stop(self) -> None:
         """Answer the long polls and end the streams; take nothing more."""
@@ -270,15 +272,15 @@ class Service:
     async def attach(self, name: EngineName, number: int, attempt: int) -> Connection:
         """Open a session. A suspect's return is durable before it is answered."""
         cell = self._cell(name)
-        member_of(cell.engine, number, attempt)
+        _, member = member_of(cell.engine, number, attempt)
         await self._carry_out(cell, Clear(number, attempt))
-        return self.presence.attach(Seat(name, number, attempt))
+        return self.presence.attach(Seat(name, number, attempt), member.join.host)
 
     async def seen(self, name: EngineName, number: int, attempt: int) -> None:
         """A call of a process: whoever is answered is not suspect, and that is durable first."""
         cell = self._cell(name)
         round_, member = member_of(cell.engine, number, attempt)
-        if member.suspect and round_.open and not member.gone:
+        if member.suspect and is_followed(round_, member):
             await self._carry_out(cell, Clear(number, attempt))
             # It had a session before: it must have one again as soon as if it had not called.
             seat = Seat(name, number, attempt)
@@ -379,7 +381,11 @@ class Service:
                 cell.stale = False
                 cell.add(events)
                 break
-        self._told(cell)
+        for event in events:
+            if isinstance(event, Decided | Ended) and cell.engine.rounds[event.round].ended:
+                self.presence.forget_round(cell.name, event.round)
+        cell.wake()
+        self._watch(cell)
         return cell.engine
 
     async def _refresh(self, cell: Cell) -> None:
@@ -389,13 +395,6 @@ class Service:
             except LogUnavailable as error:
                 raise _unavailable(error) from error
             cell.stale = False
-
-    def _told(self, cell: Cell) -> None:
-        last = cell.engine.last
-        if last and last.ended:
-            self.presence.forget_round(cell.name, last.number)
-        cell.wake()
-        self._watch(cell)
 
     async def _find(self, name: EngineName, finding: Finding) -> bool:
         """Take a finding to the log, for as long as the store needs; whether it still mattered."""

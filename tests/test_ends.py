@@ -63,7 +63,7 @@ def test_a_rank_that_is_stuck_while_it_builds_aborts_the_round(log):
 
 
 def test_a_report_that_makes_failure_certain_does_not_wait_for_the_others(log):
-    a, b, c = log.start(3)
+    a, b, _ = log.start(3)
     a.reports(0)
     assert log.round.state == "REPORTING"
     b.reports(0)

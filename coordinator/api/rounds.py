@@ -180,6 +180,7 @@ async def status(request: Request, name: Place, n: AnyRound) -> Response:
             "mode": round_.mode,
             "policy": round_.policy.model_dump(exclude_none=True),
             "standing": standing(round_),
+            "doubt_left_s": round(service.presence.doubt_left_s, 1),
             "members": [
                 {
                     "attempt": m.attempt,
