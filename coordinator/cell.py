@@ -22,6 +22,8 @@ from coordinator.events import (
     EngineName,
     Entry,
     Event,
+    Floor,
+    Kept,
     Objected,
     Opened,
     Reported,
@@ -153,8 +155,9 @@ class Cell:
         self._changed = asyncio.Event()
         self.load(())
 
-    def load(self, entries: Iterable[Entry]) -> None:
-        self.engine = Engine(self.name, self._store_id)
+    def load(self, entries: Iterable[Entry], first: int = 0) -> None:
+        """What the log holds, from entry number `first` on."""
+        self.engine = Engine(self.name, self._store_id, entries=first)
         self.facts: dict[int, list[Fact]] = defaultdict(list)
         for entry in entries:
             self.add(entry.events)
@@ -165,7 +168,10 @@ class Cell:
         self.engine = evolve_entry(self.engine, events)
         for index, event in enumerate(events):
             self._follow(event)
-            if not isinstance(event, Reserved):
+            if isinstance(event, Floor):
+                for dropped in self.facts.keys() - self.engine.rounds.keys():
+                    del self.facts[dropped]
+            if not isinstance(event, Reserved | Kept | Floor):
                 self.facts[event.round].append(_fact(self.engine, number, index, event))
 
     def note(self, attempt: int, phase: Phase) -> None:
@@ -213,7 +219,7 @@ def _fact(engine: Engine, entry: int, index: int, event: Event) -> Fact:
 
 
 def _fields(engine: Engine, event: Event) -> dict[str, Any]:
-    assert not isinstance(event, Reserved), "a reservation belongs to no round"
+    assert not isinstance(event, Reserved | Kept | Floor), "they belong to no round"
     fields: dict[str, Any] = {"round": event.round, "event": event.event}
     match event:
         case Opened(launch=launch, layout=layout):

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Literal, assert_never
 
+from pydantic import TypeAdapter
+
 from coordinator.events import (
     Applied,
     Cause,
@@ -17,6 +19,8 @@ from coordinator.events import (
     Ended,
     EngineName,
     Event,
+    Floor,
+    Kept,
     Objected,
     Opened,
     Reported,
@@ -154,6 +158,7 @@ class Engine:
     rounds: Mapping[int, Round] = field(default_factory=dict)
     # Runs that another run took over from, oldest first, and the last attempt given out by then.
     left_runs: Mapping[str, int] = field(default_factory=dict)
+    kept: Mapping[int, Round] = field(default_factory=dict)  # snapshots that await their floor
 
     @property
     def last(self) -> Round | None:
@@ -189,11 +194,44 @@ def evolve(engine: Engine, event: Event) -> Engine:
             return replace(engine, last_attempt=last, reservations=kept)
         case Opened():
             return _opened(engine, event)
+        case Kept(round=number, snapshot=snapshot):
+            return replace(engine, kept={**engine.kept, number: _rounds.validate_python(snapshot)})
+        case Floor():
+            return replace(
+                engine,
+                rounds={number: engine.kept[number] for number in event.rounds},
+                kept={},
+                last_attempt=event.last_attempt,
+                left_runs=event.left_runs,
+                reservations=_reservations.validate_python(event.reservations),
+            )
         case Claimed(round=number, attempt=attempt):
             return _claimed(engine, engine.rounds[number], attempt)
         case _:
             round_ = _in_round(engine.rounds[event.round], event)
             return replace(engine, rounds={**engine.rounds, event.round: round_})
+
+
+def compaction(engine: Engine, keep_rounds: int) -> tuple[Event, ...]:
+    """What to append, an entry each, so that everything before it can be dropped.
+
+    The latest rounds, the open one and the one in force stay; of the rest only what must never be
+    forgotten: the last attempt, the runs that were left, the reservations. () when nothing is old.
+    """
+    numbers = sorted(engine.rounds)
+    latest = set(numbers[-keep_rounds:])
+    stay = [n for n in numbers if n in latest or engine.rounds[n] is engine.in_force]
+    if len(stay) == len(numbers):
+        return ()
+    return (
+        *(Kept(round=n, snapshot=_rounds.dump_python(engine.rounds[n], mode="json")) for n in stay),
+        Floor(
+            rounds=tuple(stay),
+            last_attempt=engine.last_attempt,
+            left_runs=dict(engine.left_runs),
+            reservations=_reservations.dump_python(dict(engine.reservations), mode="json"),
+        ),
+    )
 
 
 def _opened(engine: Engine, event: Opened) -> Engine:
@@ -299,3 +337,7 @@ def _certain(reports: Mapping[int, Report]) -> list[Finding]:
 def _with_member(round_: Round, attempt: int, **changes: object) -> Round:
     member = replace(round_.members[attempt], **changes)  # type: ignore[arg-type]
     return replace(round_, members={**round_.members, attempt: member})
+
+
+_rounds: TypeAdapter[Round] = TypeAdapter(Round)
+_reservations: TypeAdapter[dict[int, Reservation]] = TypeAdapter(dict[int, Reservation])

@@ -6,7 +6,7 @@ Stored events carry a version; every version since the first release can be read
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -168,6 +168,24 @@ class Retired(Stored):
     reason: str
 
 
+class Kept(Stored):
+    """A snapshot of a round that stays when what is before it is dropped."""
+
+    event: Literal["kept"] = "kept"
+    round: int
+    snapshot: dict[str, Any]
+
+
+class Floor(Stored):
+    """The log begins here: the rounds just kept, and what must never be forgotten."""
+
+    event: Literal["floor"] = "floor"
+    rounds: tuple[int, ...]
+    last_attempt: int
+    left_runs: dict[str, int]
+    reservations: dict[str, Any]
+
+
 RoundEvent = (
     Opened
     | Claimed
@@ -183,7 +201,7 @@ RoundEvent = (
     | Departed
     | Retired
 )
-Event = Reserved | RoundEvent
+Event = Reserved | RoundEvent | Kept | Floor
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ import hashlib
 import hmac
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.cell import TICK_S, Cell
 from coordinator.check import check_rooms
-from coordinator.engine import Engine, Round
+from coordinator.engine import Engine, Round, compaction
 from coordinator.events import Decided, Ended, EngineName, Entry, Touch
 from coordinator.logs import EngineLog, LogConflict, LogUnavailable
 from coordinator.policies import Policies
@@ -44,6 +45,7 @@ from kvaccord.messages import PROTOCOL, Join, Report
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
+SAVE_EVERY_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Service:
         self._log = log_
         self._cells: dict[EngineName, Cell] = {}
         self._watchers: dict[EngineName, asyncio.Task[None]] = {}
+        self._compactions: set[asyncio.Task[None]] = set()
+        self._store_answers = True
 
     # --- life -----------------------------------------------------------------------------------
 
@@ -78,6 +82,7 @@ class Service:
         for name in await self._log.names():
             cell = self._cells[name] = Cell(name, self._log.store_id)
             await self._refresh(cell)
+            await self._resume_clock(cell)
             self._watch(cell)
             for round_ in cell.engine.rounds.values():
                 for member in round_.members.values():
@@ -96,9 +101,10 @@ class Service:
     async def close(self) -> None:
         self.stop()
         self.presence.close()
-        for task in self._watchers.values():
+        running = [*self._watchers.values(), *self._compactions]
+        for task in running:
             task.cancel()
-        await asyncio.gather(*self._watchers.values(), return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
         await self._log.close()
 
     async def check_store(self) -> None:
@@ -106,7 +112,9 @@ class Service:
         try:
             await self._log.read(EngineName("", ""))  # no engine has this name: reads nothing
         except LogUnavailable as error:
+            self._store_answers = False
             raise _unavailable(error) from error
+        self._store_answers = True
 
     # --- questions ------------------------------------------------------------------------------
 
@@ -376,7 +384,9 @@ class Service:
                 except LogConflict:
                     continue
                 except LogUnavailable as error:
+                    self._store_answers = False
                     raise _unavailable(error) from error
+                self._store_answers = True
                 self.append_seconds(loop.time() - began_s)
                 cell.stale = False
                 cell.add(events)
@@ -384,6 +394,7 @@ class Service:
         for event in events:
             if isinstance(event, Decided | Ended) and cell.engine.rounds[event.round].ended:
                 self.presence.forget_round(cell.name, event.round)
+                self._compact_if_due(cell)
         cell.wake()
         self._watch(cell)
         return cell.engine
@@ -391,10 +402,35 @@ class Service:
     async def _refresh(self, cell: Cell) -> None:
         if cell.stale:
             try:
-                cell.load(await self._log.read(cell.name))
+                first = await self._log.first(cell.name)
+                cell.load(await self._log.read(cell.name), first)
             except LogUnavailable as error:
                 raise _unavailable(error) from error
             cell.stale = False
+
+    def _compact_if_due(self, cell: Cell) -> None:
+        keep = self.settings.policies.of(cell.name).keep_rounds
+        if len(cell.engine.rounds) > 2 * keep:
+            task = asyncio.create_task(self._compact(cell, keep))
+            self._compactions.add(task)
+            task.add_done_callback(self._compactions.discard)
+
+    async def _compact(self, cell: Cell, keep_rounds: int) -> None:
+        """Snapshot what stays of a log and drop what is before it."""
+        async with cell.lock:
+            try:
+                await self._refresh(cell)
+                first = cell.engine.entries
+                for event in compaction(cell.engine, keep_rounds):
+                    cell.stale = True
+                    entry = Entry(events=(event,))
+                    await self._log.append(cell.name, entry, n=cell.engine.entries)
+                    cell.stale = False
+                    cell.add(entry.events)
+                if cell.engine.entries > first:
+                    await self._log.drop(cell.name, first)
+            except (LogConflict, LogUnavailable, Unavailable) as error:
+                log.warning("%s: old rounds are kept for now: %s", cell.name, error)
 
     async def _find(self, name: EngineName, finding: Finding) -> bool:
         """Take a finding to the log, for as long as the store needs; whether it still mattered."""
@@ -424,6 +460,7 @@ class Service:
     async def _spend_budgets(self, cell: Cell) -> None:
         """Follow an engine for as long as its last round is open, and say when time has run out."""
         loop = asyncio.get_running_loop()
+        saved_s: dict[tuple[int, str], float] = {}
         while (round_ := cell.engine.last) and round_.open:
             left_s, finding = self._next_end(cell, round_)
             if left_s <= 0 and await self._find(cell.name, finding):
@@ -431,7 +468,22 @@ class Service:
             began_s = loop.time()
             # A timer may fire a little early; a budget may not.
             await cell.change(min(TICK_S, left_s + 0.001) if left_s > 0 else TICK_S)
+            if not self._store_answers:
+                # No budget is spent while nobody could be answered.
+                with suppress(Unavailable):
+                    await self.check_store()
+                continue
             cell.clock.advance(round_, loop.time() - began_s)
+            phase, spent_s = cell.clock.spent(round_)
+            if phase and spent_s - saved_s.get((round_.number, phase), 0.0) >= SAVE_EVERY_S:
+                saved_s = {(round_.number, phase): spent_s}
+                with suppress(LogUnavailable):
+                    await self._log.save_elapsed(cell.name, round_.number, phase, spent_s)
+
+    async def _resume_clock(self, cell: Cell) -> None:
+        last, elapsed = cell.engine.last, await self._log.elapsed(cell.name)
+        if last and elapsed and last.number == elapsed[0]:
+            cell.clock.resume(last, elapsed[1], elapsed[2])
 
     def _next_end(self, cell: Cell, round_: Round) -> tuple[float, Spend]:
         """What ends next, and in how many seconds."""

@@ -119,3 +119,49 @@ def test_a_store_in_use_is_refused_and_told_what_to_do(
 def test_an_unknown_store_is_refused() -> None:
     with pytest.raises(RuntimeError, match="expected memory or sqlite:///PATH"):
         Coordinator(store="redis://x")
+
+
+def test_a_budget_goes_on_after_a_restart_where_it_was(tmp_path: Path) -> None:
+    store = f"sqlite:///{tmp_path}/kvaccord.db"
+    with serving("--gather-s", "8", store=store) as running:
+        began = time.monotonic()
+        first = Worker(running.url, an_engine(), 0, tp=2).enter()
+        time.sleep(4.5)
+        running.kill()
+        running.start()
+        first.attach()
+        verdict = first.report(wait_s=20).json()["verdict"]
+        took = time.monotonic() - began
+    assert verdict["code"] == "ranks_missing"
+    assert 8.0 <= took < 8 + 4, "not early, and not the whole budget again"
+
+
+def test_old_rounds_are_dropped_and_the_agreed_budget_outlives_them(tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("rules:\n- set: {keep_rounds: 2}\n")
+    store = f"sqlite:///{tmp_path}/kvaccord.db"
+    with serving("--policy", str(policy), store=store) as running:
+        engine = an_engine()
+        pair = [Worker(running.url, engine, rank, tp=2).enter() for rank in range(2)]
+        pair[0].report()
+        decision = pair[1].report(wait_s=5)
+        for worker in pair:
+            worker.applied(decision.headers["Kvaccord-Digest"], kv=90)
+        for worker in pair:
+            worker.hang_up()
+        time.sleep(0.2)
+        for n in range(7):
+            worker = Worker(running.url, engine, 0, tp=2, run=f"run-{n + 2}").enter()
+            worker.veto("broken")
+            worker.report(wait_s=5)
+        running.kill()
+        running.start()
+        http, base = worker.http, worker.base
+        rounds = [r["round"] for r in http.get(f"{base}/rounds").json()["rounds"]]
+        assert rounds[0] == 8
+        assert rounds[-1] == 1
+        assert len(rounds) <= 2 * 2 + 2
+        assert http.get(f"{base}/rounds/1/decision").content == decision.content
+        assert http.get(f"{base}/rounds/2/decision").status_code == 404
+        (row,) = http.get("/v1/budgets", params={"engine": engine}).json()["budgets"]
+        assert row["agreed"]["round"] == 1
