@@ -418,7 +418,12 @@ def _fence(engine: Engine, attempt: int, join: Join, last: Round) -> None:
 def _alive(round_: Round, watched: frozenset[int]) -> list[Member]:
     if round_.open:
         return [m for m in round_.seated if not m.gone and not m.suspect]
-    return [m for m in round_.seated if m.attempt in watched]
+    # One that said it serves counts until its session is known to have ended.
+    return [
+        m
+        for m in round_.seated
+        if m.attempt in watched or (m.kept and not m.suspect and m.departed is None)
+    ]
 
 
 def _was_here(round_: Round, join: Join) -> bool:

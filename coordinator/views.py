@@ -23,6 +23,7 @@ def budget_row(engine: Engine) -> dict[str, Any]:
     }
     if last := engine.last:
         row |= {"round": last.number, "state": last.state, "faults": faults(last.touches)}
+        row |= {"mode": last.mode}
         row |= {"waiting_for": last.waiting_for}
     for round_ in engine.newest_first():
         if round_.decision:

@@ -160,11 +160,18 @@ async def outcome(request: Request, name: Place, n: AnyRound) -> Response:
     return frozen(round_.outcome or round_.decision, round_)
 
 
+@router.get("")
 @router.get("/status")
-async def status(request: Request, name: Place, n: AnyRound) -> Response:
-    """The live document: who is there, whom the round waits for. It promises nothing."""
+async def status(request: Request, name: Place, n: AnyRound, wait_s: WaitS = 0) -> Response:
+    """The live document: who is there, whom the round waits for. It promises nothing.
+
+    wait_s: answer at the next change of the engine, or after so many seconds.
+    """
     service = service_of(request)
     round_ = service.round(name, n)
+    if wait_s and round_.open:
+        await service.cell(name).change(min(wait_s, LONG_POLL_S))
+        round_ = service.round(name, n)
     watched = service.presence.watched(name, round_.number)
     return json_response(
         {
