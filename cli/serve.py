@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
+import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
@@ -62,10 +65,7 @@ def serve(
         _refuse("--chaos-token-file without --enable-faults: name both or neither")
     listener = _listen(host, port)
     log = _open(store)
-    settings = Settings(
-        policies=_policies(policy, gather_s, report_s, apply_s),
-        lost_after_s=lost_after_s,
-    )
+    settings = _settings(policy, gather_s, report_s, apply_s, lost_after_s)
     service = Service(log, settings)
     app = create_app(service, faults_=faults, chaos_token=token)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -89,15 +89,24 @@ def serve(
     )
     shown = f"[{host}]" if ":" in host else host
     typer.echo(f"kvaccord serves http://{shown}:{listener.getsockname()[1]}/ on {store}")
-    _Server(config, service).run(sockets=[listener])
+    reload = None if policy is None else lambda: _reload(service, policy)
+    _Server(config, service, reload).run(sockets=[listener])
 
 
 class _Server(uvicorn.Server):
     """Ends its streams and long polls on the first signal, so that it stops at once."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Service, reload: Callable[[], None] | None
+    ) -> None:
         super().__init__(config)
         self._service = service
+        self._reload = reload
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._reload is not None and hasattr(signal, "SIGHUP"):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._service.stop()
@@ -131,7 +140,9 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _policies(path: Path | None, gather_s: float, report_s: float, apply_s: float) -> Policies:
+def _settings(
+    path: Path | None, gather_s: float, report_s: float, apply_s: float, lost_after_s: float
+) -> Settings:
     """The options are the defaults, which the file's rules overrule."""
     base = Policy()
     try:
@@ -141,9 +152,20 @@ def _policies(path: Path | None, gather_s: float, report_s: float, apply_s: floa
             apply_s=Ends(soft=min(base.apply_s.soft, apply_s), hard=apply_s),
             grace_s=min(base.grace_s, gather_s, report_s, apply_s),
         )
-        return load_policies(path, defaults) if path else Policies(defaults)
+        policies = load_policies(path, defaults) if path else Policies(defaults)
+        return Settings(policies=policies, lost_after_s=lost_after_s)
     except ValueError as error:
         _refuse(str(error))
+
+
+def _reload(service: Service, path: Path) -> None:
+    """SIGHUP: the file's rules from now on; a file that makes no sense changes nothing."""
+    try:
+        service.policies = load_policies(path, service.policies.defaults)
+    except ValueError as error:
+        logging.getLogger("kvaccord").error("policy not reloaded: %s", error)
+    else:
+        logging.getLogger("kvaccord").info("policy reloaded from %s", path)
 
 
 def _is_loopback(listener: socket.socket) -> bool:

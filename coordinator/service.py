@@ -56,6 +56,13 @@ class Settings:
     reattach_s: float = 1.0
     lost_after_s: float = 30.0
 
+    def __post_init__(self) -> None:
+        if self.lost_after_s < self.reattach_s:
+            raise ValueError(
+                f"lost_after_s {self.lost_after_s:g} is below reattach_s {self.reattach_s:g}: after"
+                " the verdict a process may stay away for at least as long as before; raise it"
+            )
+
 
 class Service:
     """Everything the coordinator does, without HTTP.
@@ -67,6 +74,7 @@ class Service:
     def __init__(self, log_: EngineLog, settings: Settings | None = None) -> None:
         self.settings = settings or Settings()
         self.presence = Presence(self._find, self._patience_s, self.settings.lost_after_s)
+        self.policies = self.settings.policies  # replaced as a whole when the file is read again
         self.stopping = False
         self.append_seconds: Callable[[float], None] = lambda _: None
         self._log = log_
@@ -160,7 +168,7 @@ class Service:
             "protocol": PROTOCOL,
             "features": [],
             "store_id": self._log.store_id,
-            "patience_s": self.settings.policies.of(name).gather_s + 60,
+            "patience_s": self.policies.of(name).gather_s + 60,
         }
 
     async def claim(
@@ -170,7 +178,7 @@ class Service:
         last, repeated = cell.engine.last, cell.engine.round_of(attempt) is not None
         watched = self.presence.watched(name, last.number) if last else frozenset()
         engine = await self._carry_out(
-            cell, Claim(attempt, self.settings.policies.of(name), watched, touched)
+            cell, Claim(attempt, self.policies.of(name), watched, touched)
         )
         round_ = engine.round_of(attempt)
         assert round_ is not None, "it has just been claimed"
@@ -409,7 +417,7 @@ class Service:
             cell.stale = False
 
     def _compact_if_due(self, cell: Cell) -> None:
-        keep = self.settings.policies.of(cell.name).keep_rounds
+        keep = self.policies.of(cell.name).keep_rounds
         if len(cell.engine.rounds) > 2 * keep:
             task = asyncio.create_task(self._compact(cell, keep))
             self._compactions.add(task)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -189,6 +190,26 @@ def test_the_round_can_be_waited_for(url: str) -> None:
     waited = first.http.get(f"{first.at}", params={"wait_s": 0.5})
     assert waited.json()["state"] == "REPORTING"
     assert time.monotonic() - began >= 0.5
+
+
+def test_a_policy_is_read_again_on_sighup_and_a_broken_one_changes_nothing(tmp_path: Path) -> None:
+    def gather_s(running: Coordinator) -> float:
+        worker = Worker(running.url, an_engine(), 0, tp=2)
+        worker.join()
+        return float(worker.claim().json()["budgets"]["gather_s"])
+
+    file = tmp_path / "policy.yaml"
+    file.write_text("rules: [{set: {gather_s: 100}}]")
+    with serving("--policy", str(file)) as running:
+        assert gather_s(running) == 100
+        for text, expected in (
+            ("rules: [{set: {gather_s: 50}}]", 50),
+            ("rules: [{set: {x: 1}}]", 50),
+        ):
+            file.write_text(text)
+            running.process.send_signal(signal.SIGHUP)
+            time.sleep(0.3)
+            assert gather_s(running) == expected
 
 
 @pytest.mark.parametrize(
