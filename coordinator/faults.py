@@ -99,6 +99,7 @@ class Effect:
     touched: tuple[Touch, ...] = ()
     planned: Mapping[int, Report] = field(default_factory=dict)
     drop_answer: bool = False
+    delay_s: float = 0.0
 
 
 NO_EFFECT = Effect()
@@ -140,14 +141,14 @@ class Faults:
     def disarm_all(self) -> None:
         self._armed.clear()
 
-    async def on(
+    def on(
         self,
         name: EngineName,
         call: CallName,
         ranks: tuple[int, ...],
         reports: Mapping[int, Report] | None = None,
     ) -> Effect:
-        """Apply the rules to a call on receipt, before anything is decided about it."""
+        """What the rules do to a call, on receipt, before anything is decided about it."""
         self._expire()
         touched: list[Touch] = []
         planned: dict[int, Report] = {}
@@ -165,9 +166,7 @@ class Faults:
             touched.append(Touch(rule=armed.id, kind=rule.kind, call=call, ranks=hit))
             drop = drop or rule.kind == "drop_answer"
             delay_s += rule.delay_s or 0.0
-        if delay_s:
-            await asyncio.sleep(delay_s)
-        return Effect(tuple(touched), planned, drop)
+        return Effect(tuple(touched), planned, drop, delay_s)
 
     def _expire(self) -> None:
         now_s = self._now_s()

@@ -7,7 +7,7 @@ out and says in the command; the log has the last word on whether it still matte
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import chain
 from typing import Any, Literal, assert_never
@@ -195,10 +195,18 @@ class Spend:
     signs: Mapping[int, Sign] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A fault rule holds back a call of this attempt; whatever comes of it, that is kept first."""
+
+    attempt: int
+    touched: tuple[Touch, ...]
+
+
 Call = Reserve | Claim | Submit | Veto | Leave | Apply | Serve
 Order = Cancel | Retire
 Finding = Suspect | Clear | Lose | Spend
-Command = Call | Order | Finding
+Command = Call | Order | Mark | Finding
 
 
 def decide(engine: Engine, command: Command) -> tuple[Event, ...]:
@@ -210,9 +218,11 @@ def decide(engine: Engine, command: Command) -> tuple[Event, ...]:
     if events or not isinstance(command, Call) or not command.touched:
         return events
     # A call that appends nothing was touched all the same: the decision must say so.
+    # A report that was kept before is not shrunk any more.
+    touched = tuple(t for t in command.touched if t.field is None)
     known = find_attempt(engine, command.join) if isinstance(command, Reserve) else command.attempt
     round_ = engine.round_of(known) if known is not None else None
-    return _touched(round_, command.touched) if round_ else ()
+    return _touched(round_, touched) if round_ else ()
 
 
 def _decide(engine: Engine, command: Command) -> tuple[Event, ...]:
@@ -229,6 +239,8 @@ def _decide(engine: Engine, command: Command) -> tuple[Event, ...]:
             return _on_leave(engine, command)
         case Apply():
             return _on_apply(engine, command)
+        case Mark():
+            return _on_mark(engine, command)
         case Serve():
             return _on_serve(engine, command)
         case Cancel():
@@ -279,6 +291,16 @@ def _on_reserve(engine: Engine, command: Reserve) -> tuple[Event, ...]:
     if find_attempt(engine, command.join) is not None:
         return ()
     return (Reserved(attempt=engine.last_attempt + 1, join=command.join, touched=command.touched),)
+
+
+def _on_mark(engine: Engine, command: Mark) -> tuple[Event, ...]:
+    if round_ := engine.round_of(command.attempt):
+        return _touched(round_, command.touched)
+    reserved = engine.reservations.get(command.attempt)
+    if reserved is None or set(command.touched) <= set(reserved.touched):
+        return ()
+    touched = (*reserved.touched, *command.touched)
+    return (Reserved(attempt=command.attempt, join=reserved.join, touched=touched),)
 
 
 def _on_claim(engine: Engine, command: Claim) -> tuple[Event, ...]:
@@ -500,9 +522,12 @@ def member_of(engine: Engine, number: int, attempt: int) -> tuple[Round, Member]
     return round_, member
 
 
-def _on_submit(engine: Engine, command: Submit) -> tuple[Event, ...]:
-    round_, member = member_of(engine, command.round, command.attempt)
-    if foreign := sorted(set(command.reports) - set(member.ranks)):
+def check_reports(
+    engine: Engine, number: int, attempt: int, reports: Mapping[int, Report]
+) -> tuple[Round, Member]:
+    """The round and process of these reports. Raises Invalid unless they are its ranks' own."""
+    round_, member = member_of(engine, number, attempt)
+    if foreign := sorted(set(reports) - set(member.ranks)):
         raise Invalid(
             f"{named(foreign)}: not among the ranks this process claimed ({list(member.ranks)});"
             " report the ranks that joined",
@@ -510,13 +535,18 @@ def _on_submit(engine: Engine, command: Submit) -> tuple[Event, ...]:
             field="reports",
             value=str(foreign[0]),
         )
-    if absent := sorted(set(member.ranks) - set(command.reports)):
+    if absent := sorted(set(member.ranks) - set(reports)):
         raise Invalid(
             f"{named(absent)}: no report; a process reports all of its ranks at once",
             rank=absent[0],
             field="reports",
             value="absent",
         )
+    return round_, member
+
+
+def _on_submit(engine: Engine, command: Submit) -> tuple[Event, ...]:
+    round_, member = check_reports(engine, command.round, command.attempt, command.reports)
     if member.seated and member.ranks[0] in round_.sent:
         for rank, report in command.reports.items():
             if report != round_.sent[rank]:
@@ -898,6 +928,9 @@ def settle(engine: Engine, number: int, *found: Event) -> tuple[Event, ...]:
 def _end(engine: Engine, round_: Round, *more: Cause) -> tuple[RoundEvent, ...]:
     """End a round for its causes: FAILED before the verdict, ABORTED after it."""
     causes = (*round_.causes, *more)
+    # A rank may be missing because a fault rule held back its join or claim: that must show too.
+    held = [r.touched for r in engine.reservations.values() if r.join.launch == round_.launch]
+    round_ = replace(round_, touches=(*round_.touches, *chain.from_iterable(held)))
     if round_.verdict is None:
         unheard = [r for r in range(round_.layout.world_size) if r not in round_.sent]
         return (_decided(engine, round_, failed("FAILED", causes, not_heard=unheard)),)

@@ -26,6 +26,7 @@ from coordinator.round import (
     Command,
     Finding,
     Leave,
+    Mark,
     Reserve,
     Retire,
     Serve,
@@ -33,6 +34,7 @@ from coordinator.round import (
     Spend,
     Submit,
     Veto,
+    check_reports,
     decide,
     find_attempt,
     is_followed,
@@ -159,7 +161,11 @@ class Service:
         cell = self._cells.get(name)
         if cell is None:
             cell = self._cells[name] = Cell(name, self._log.store_id)
-        engine = await self._carry_out(cell, Reserve(join, touched))
+        try:
+            engine = await self._carry_out(cell, Reserve(join, touched))
+        finally:
+            if not cell.engine.entries and not cell.lock.locked():
+                self._cells.pop(name, None)  # refused, or not kept: nobody has joined
         attempt = find_attempt(engine, join)
         assert attempt is not None, "it has just been reserved"
         return {
@@ -200,6 +206,12 @@ class Service:
             },
             "remaining_s": self.remaining_s(name, round_),
         }
+
+    def check_reports(
+        self, name: EngineName, number: int, attempt: int, reports: Mapping[int, Report]
+    ) -> None:
+        """Raises Invalid unless these are exactly the process's own ranks."""
+        check_reports(self.engine(name), number, attempt, reports)
 
     async def report(
         self,
@@ -282,6 +294,10 @@ class Service:
                 value=str(number),
             )
         return check_rooms(engine.in_force, reports)
+
+    async def touch(self, name: EngineName, attempt: int, touched: tuple[Touch, ...]) -> None:
+        """Keep that fault rules touched a call before anything comes of it."""
+        await self._carry_out(self._cell(name), Mark(attempt, touched))
 
     # --- sessions -------------------------------------------------------------------------------
 
@@ -469,7 +485,7 @@ class Service:
         """Follow an engine for as long as its last round is open, and say when time has run out."""
         loop = asyncio.get_running_loop()
         saved_s: dict[tuple[int, str], float] = {}
-        while (round_ := cell.engine.last) and round_.open:
+        while (round_ := cell.engine.last) and round_.open and not self.stopping:
             left_s, finding = self._next_end(cell, round_)
             if left_s <= 0 and await self._find(cell.name, finding):
                 continue

@@ -175,4 +175,5 @@ def _cause_fields(cause: Cause, text: str) -> dict[str, Any]:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    # What a worker says stands in other ranks' logs: no escape sequence, no reversed text.
+    return "".join(c if c.isprintable() else " " for c in " ".join(text.split()))

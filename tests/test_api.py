@@ -286,3 +286,33 @@ def test_plan_answers_without_a_round(url: str) -> None:
     assert answer["plan"]["schedulers"][0]["entries"] == {"kv": 89}
     short = httpx.post(f"{url}/v1/plan", json={"layout": {"tp": 2}, "reports": rows[:1]})
     assert (short.status_code, short.json()["rank"]) == (422, 1)
+
+
+def test_an_engine_that_has_only_joined_breaks_no_page(url: str) -> None:
+    worker = Worker(url, an_engine(), 0, tp=2)
+    worker.join()
+    page = httpx.get(url)
+    assert page.status_code == 200
+    assert worker.base.rsplit("/", 1)[1] in page.text
+
+
+def test_a_refused_join_leaves_no_engine_behind(url: str) -> None:
+    worker = Worker(url, an_engine(), 0, tp=2)
+    worker.document["protocol"] = 2
+    assert worker.join().json()["code"] == "protocol_too_old"
+    assert worker.base.rsplit("/", 1)[1] not in httpx.get(f"{url}/v1/engines").text
+
+
+def test_a_glob_of_any_length_slows_nobody(url: str) -> None:
+    answer = httpx.get(f"{url}/v1/budgets", params={"engine": "[a-" * 10_000})
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid")
+
+
+def test_what_a_worker_says_cannot_command_a_terminal(url: str) -> None:
+    worker = Worker(url, an_engine(), 0, tp=2).enter()
+    worker.veto("\x1b[2J\u202ereversed\nFAKE LINE")
+    message = worker.report(wait_s=5).json()["verdict"]["message"]
+    assert message.isprintable()
+    worker = Worker(url, an_engine(), 0, tp=2)
+    worker.document["host"] = "\x1b[2Jhost"
+    assert worker.join().status_code == 422

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.wire import Coordinator, Worker, an_engine, serving
+from tests.wire import Coordinator, Worker, a_report, an_engine, serving
 
 TOKEN = "0123456789abcdef-chaos"
 
@@ -216,3 +216,73 @@ def test_a_short_token_is_an_error(tmp_path: Path) -> None:
     file.write_text("short")
     with pytest.raises(RuntimeError, match="16 ASCII characters"):
         Coordinator("--enable-faults", "--chaos-token-file", str(file))
+
+
+def a_short_staging(tmp_path: Path) -> list[str]:
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    budgets = ["--gather-s", "2", "--report-s", "2"]
+    return ["--enable-faults", "--chaos-token-file", str(file), *budgets]
+
+
+@pytest.mark.parametrize("call", ["claim", "report"])
+def test_a_rank_that_a_rule_made_late_is_not_blamed_without_the_rule(
+    tmp_path: Path, call: str
+) -> None:
+    with serving(*a_short_staging(tmp_path)) as running:
+        engine = an_engine()
+        rule = armed(running, kind="delay", engine=engine, ranks=[1], call=call, delay_s=20.0)
+        first = Worker(running.url, engine, 0, tp=2).enter()
+        late = Worker(running.url, engine, 1, tp=2)
+        late.join()
+        if call == "report":
+            late.claim()
+            late.attach()
+        late.http.timeout = httpx.Timeout(0.5)
+        with pytest.raises(httpx.TimeoutException):
+            late.claim() if call == "claim" else late.report()
+        decision = first.report(wait_s=10).json()
+        assert decision["verdict"]["code"] == "ranks_missing"
+        assert [f["id"] for f in decision["faults"]] == [rule]
+
+
+def test_a_rank_whose_join_was_dropped_is_not_blamed_without_the_rule(tmp_path: Path) -> None:
+    with serving(*a_short_staging(tmp_path)) as running:
+        engine = an_engine()
+        rule = armed(running, kind="drop_answer", engine=engine, ranks=[1], call="join")
+        first = Worker(running.url, engine, 0, tp=2).enter()
+        with pytest.raises(httpx.TransportError):
+            Worker(running.url, engine, 1, tp=2).join()
+        decision = first.report(wait_s=10).json()
+        assert [f["id"] for f in decision["faults"]] == [rule]
+
+
+def test_a_shrink_that_comes_after_the_report_touches_nothing(staging: Coordinator) -> None:
+    engine = an_engine()
+    first, second = a_pair(staging, engine)
+    first.report()
+    armed(
+        staging,
+        kind="shrink_memory",
+        engine=engine,
+        field="kv_budget_bytes",
+        per_cent=50,
+        ranks=[0],
+    )
+    first.report()
+    decision = second.report(wait_s=5).json()
+    assert decision["faults"] == []
+    assert decision["plan"]["schedulers"][0]["entries"] == {"kv": 90}
+
+
+def test_a_refused_call_uses_up_no_rule(staging: Coordinator) -> None:
+    engine = an_engine()
+    rule = armed(staging, kind="drop_answer", engine=engine, ranks=[0, 1], count=1)
+    first, _ = a_pair(staging, engine)
+    assert first.put("reports", {"1": {**KV_REPORT}}).status_code == 422
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    active = httpx.get(f"{staging.url}/v1/faults", headers=headers).json()["faults"]
+    assert [line["touched"] for line in active if line["id"] == rule] == [0]
+
+
+KV_REPORT = a_report()

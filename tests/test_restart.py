@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,3 +166,17 @@ def test_old_rounds_are_dropped_and_the_agreed_budget_outlives_them(tmp_path: Pa
         assert http.get(f"{base}/rounds/2/decision").status_code == 404
         (row,) = http.get("/v1/budgets", params={"engine": engine}).json()["budgets"]
         assert row["agreed"]["round"] == 1
+
+
+@pytest.mark.parametrize("after_s", [0.3, 0.45])
+def test_sigterm_in_the_grace_of_a_veto_stops_too(after_s: float) -> None:
+    with serving() as running:
+        first = Worker(running.url, an_engine(), 0, tp=2).enter()
+        slow = socket.create_connection(("127.0.0.1", running.port))
+        slow.sendall(b"POST /v1/plan HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+        first.veto("broken")
+        time.sleep(after_s)
+        began = time.monotonic()
+        running.stop()
+        assert time.monotonic() - began < 6
+        slow.close()

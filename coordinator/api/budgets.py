@@ -12,13 +12,16 @@ from coordinator.views import budget_row
 
 router = APIRouter()
 
+# Bounded: translating a glob takes time that grows with the square of its length.
+GlobQuery = Annotated[str, Query(max_length=128, description="a glob, e.g. llama-*")]
+
 
 @router.get("/v1/budgets")
 async def budgets(
     request: Request,
-    ns: str = "*",
-    engine: Annotated[str, Query(description="a glob, e.g. llama-*")] = "*",
-    state: Annotated[str | None, Query(description="e.g. SEALED")] = None,
+    ns: GlobQuery = "*",
+    engine: GlobQuery = "*",
+    state: Annotated[str | None, Query(max_length=16, description="e.g. SEALED")] = None,
 ) -> Response:
     """What every engine agreed on last, and the state of its last round."""
     rows = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Annotated, Any, cast
 
@@ -68,14 +69,17 @@ WaitS = Annotated[float, Query(ge=0, description="seconds to wait for an answer,
 
 
 async def effect_on(
-    request: Request,
-    name: EngineName,
-    call: CallName,
-    ranks: tuple[int, ...],
-    reports: dict[int, Report] | None = None,
+    request: Request, process: Caller, call: CallName, reports: dict[int, Report] | None = None
 ) -> Effect:
+    """Apply fault rules to a call of a process. A delay is kept in the log before it begins."""
     faults = faults_of(request)
-    return NO_EFFECT if faults is None else await faults.on(name, call, ranks, reports)
+    if faults is None:
+        return NO_EFFECT
+    effect = faults.on(process.name, call, process.join.ranks, reports)
+    if effect.delay_s:
+        await service_of(request).touch(process.name, process.attempt, effect.touched)
+        await asyncio.sleep(effect.delay_s)
+    return effect
 
 
 def frozen(body: bytes, round_: Round, effect: Effect = NO_EFFECT) -> Response:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from coordinator.api.common import Place, Process, effect_on, finished, json_response, service_of
+from coordinator.api.common import (
+    Place,
+    Process,
+    effect_on,
+    faults_of,
+    finished,
+    json_response,
+    service_of,
+)
 from coordinator.engine import Engine
+from coordinator.faults import NO_EFFECT
 from kvaccord.messages import Join
 
 router = APIRouter(prefix="/v1/engines")
@@ -16,15 +26,18 @@ router = APIRouter(prefix="/v1/engines")
 @router.post("/{ns}/{engine}/join")
 async def join(request: Request, name: Place, body: Join) -> Response:
     """Reserve an attempt number. Opens nothing and binds nothing; repeat freely."""
-    effect = await effect_on(request, name, "join", body.ranks)
+    faults = faults_of(request)
+    effect = NO_EFFECT if faults is None else faults.on(name, "join", body.ranks)
     answer = await service_of(request).join(name, body, effect.touched)
+    # A join binds nothing, so its answer is what a delay holds back: the touch is kept by then.
+    await asyncio.sleep(effect.delay_s)
     return finished(json_response(answer), effect)
 
 
 @router.post("/{ns}/{engine}/claim")
 async def claim(request: Request, process: Process) -> Response:
     """Take the slots of this attempt's ranks. Repeat freely."""
-    effect = await effect_on(request, process.name, "claim", process.join.ranks)
+    effect = await effect_on(request, process, "claim")
     answer = await service_of(request).claim(process.name, process.attempt, effect.touched)
     return finished(json_response(answer), effect)
 

@@ -40,7 +40,8 @@ async def report(
 ) -> Response:
     """Report and hear the decision. 200: decided. 202: not yet, repeat this same request."""
     service = service_of(request)
-    effect = await effect_on(request, process.name, "report", tuple(sorted(body)), body)
+    service.check_reports(process.name, n, process.attempt, body)  # before a rule counts it
+    effect = await effect_on(request, process, "report", body)
     round_ = await service.report(
         process.name,
         n,
@@ -59,7 +60,7 @@ async def applied(
 ) -> Response:
     """Say what was built and hear the outcome. 200: ended. 202: not yet, repeat."""
     service = service_of(request)
-    effect = await effect_on(request, process.name, "applied", process.join.ranks)
+    effect = await effect_on(request, process, "applied")
     round_ = await service.applied(
         process.name,
         n,
@@ -77,7 +78,7 @@ async def applied(
 async def veto(request: Request, process: Process, n: RoundNumber, body: Veto) -> Response:
     """A rank's no, with its first cause. 200 with the document that ended the round, else 202."""
     service = service_of(request)
-    effect = await effect_on(request, process.name, "veto", (body.rank,))
+    effect = await effect_on(request, process, "veto")
     round_ = await service.veto(process.name, n, process.attempt, body, effect.touched)
     if round_.ended:
         return frozen(round_.outcome or round_.decision, round_, effect)
@@ -88,7 +89,7 @@ async def veto(request: Request, process: Process, n: RoundNumber, body: Veto) -
 async def leave(request: Request, process: Process, n: RoundNumber, body: Leave) -> Response:
     """A process goes away. Before the seal that ends the round for all."""
     service = service_of(request)
-    effect = await effect_on(request, process.name, "leave", process.join.ranks)
+    effect = await effect_on(request, process, "leave")
     round_ = await service.leave(process.name, n, process.attempt, body, effect.touched)
     if round_.ended:
         return frozen(round_.outcome or round_.decision, round_, effect)
