@@ -3,162 +3,234 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import secrets
 import sqlite3
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
-from pathlib import Path
-from typing import TypeVar
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from coordinator.events import EngineName, Entry, entry_from
-from coordinator.logs import LogConflict, LogUnavailable, StoreUnreadable
+from coordinator.logs import (
+    PHASES,
+    Elapsed,
+    LogConflict,
+    LogUnavailable,
+    StoreUnreadable,
+    further,
+)
+from coordinator.logs.sqlite_file import HELD, StoreFile, primary_code
 
 T = TypeVar("T")
 
-APPLICATION_ID = 0x6B766163  # "kvac": tells our file from anyone else's
-SCHEMA_VERSION = 1
-SCHEMA = """
-create table store (id text not null, key blob not null);
-create table entries (
-    namespace text not null, engine text not null, n integer not null, body blob not null,
-    primary key (namespace, engine, n)
-) without rowid;
+ONE = "where namespace = ? and engine = ?"
+SAVE_ELAPSED = f"""
+insert into elapsed values (?, ?, ?, ?, ?)
+on conflict do update set round = excluded.round, phase = excluded.phase,
+    elapsed_s = excluded.elapsed_s
+where (excluded.round, instr('{PHASES}', excluded.phase), excluded.elapsed_s)
+    > (elapsed.round, instr('{PHASES}', elapsed.phase), elapsed.elapsed_s)
 """
+
+
+@dataclass
+class _Append:
+    engine: EngineName
+    body: bytes
+    n: int
+    # What its caller hears: until it is known to be durable, that it may not be.
+    error: Exception | None = field(default_factory=lambda: LogUnavailable("it was not tried"))
 
 
 class SqliteLog:
     """WAL with synchronous=FULL: a commit that returned survives power loss.
 
-    The file is locked for as long as it is open: a second coordinator on it is refused.
+    Appends that wait at one moment share one transaction, and so one sync.
     """
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self._waiting: deque[_Append] = deque()
+        self._elapsed: dict[EngineName, Elapsed] = {}
+        self._closed = self._failed = False
         # SQLite's calls block; one thread keeps them off the loop and in order.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvaccord-sqlite")
         try:
-            self._db = self._thread.submit(self._open).result()
+            self._thread.submit(self._open, path).result()
         except BaseException:
             self._thread.shutdown()
             raise
 
-    def _open(self) -> sqlite3.Connection:
+    def _open(self, path: str) -> None:
+        self._file = StoreFile(path)
         try:
-            _prepare_file(Path(self._path))
-            db = sqlite3.connect(self._path, timeout=1.0, isolation_level=None)
-            try:
-                self._check_and_create(db)
-            except BaseException:
-                db.close()
-                raise
-        except (sqlite3.Error, OSError) as error:
-            raise StoreUnreadable(_what_to_do(self._path, error)) from error
-        return db
+            self._db = self._file.open()
+            self.store_id, self.key = self._db.execute("select id, key from store").fetchone()
+            (self._held,) = self._db.execute(HELD).fetchone()
+        except BaseException:
+            self._file.release()
+            raise
 
-    def _check_and_create(self, db: sqlite3.Connection) -> None:
-        db.execute("pragma locking_mode = exclusive")
-        db.execute("pragma synchronous = full")
-        db.execute("begin immediate")  # takes the lock now, not at the first append
-        (faults,) = db.execute("pragma quick_check(1)").fetchone()
-        if faults != "ok":
-            raise sqlite3.DatabaseError(f"database disk image is malformed: {faults}")
-        (tables,) = db.execute("select count(*) from sqlite_master").fetchone()
-        if not tables:
-            for statement in SCHEMA.split(";"):
-                db.execute(statement)
-            db.execute(f"pragma application_id = {APPLICATION_ID}")
-            db.execute(f"pragma user_version = {SCHEMA_VERSION}")
-            db.execute(
-                "insert into store values (?, ?)", (secrets.token_hex(8), secrets.token_bytes(32))
-            )
-        self.store_id, self.key = db.execute("select id, key from store").fetchone()
-        db.execute("commit")
-        # Only now: what tells our file from another's is in the file itself, not in its WAL.
-        db.execute("pragma journal_mode = wal")
+    # --- reading --------------------------------------------------------------------------------
 
     async def names(self) -> list[EngineName]:
-        rows = await self._run(
-            lambda: self._db.execute(
-                "select distinct namespace, engine from entries order by 1, 2"
-            ).fetchall()
-        )
+        rows = await self._query("select distinct namespace, engine from entries order by 1, 2")
         return [EngineName(*row) for row in rows]
 
     async def read(self, engine: EngineName) -> list[Entry]:
-        key = (engine.namespace, engine.engine)
-        rows = await self._run(
-            lambda: self._db.execute(
-                "select body from entries where namespace = ? and engine = ? order by n", key
-            ).fetchall()
-        )
-        return [entry_from(body) for (body,) in rows]
+        rows = await self._query(f"select n, body from entries {ONE} order by n", engine)
+        entries = []
+        for at, (n, body) in enumerate(rows, start=rows[0][0] if rows else 0):
+            if n != at:
+                raise self._unreadable(engine, at, "is missing: restore a backup")
+            try:
+                entries.append(entry_from(body))
+            except ValueError as error:
+                remedy = "install the kvaccord that wrote it, or restore a backup"
+                raise self._unreadable(engine, n, f"cannot be read: {remedy}") from error
+        return entries
+
+    async def first(self, engine: EngineName) -> int:
+        ((first,),) = await self._query(f"select coalesce(min(n), 0) from entries {ONE}", engine)
+        return int(first)
+
+    async def elapsed(self, engine: EngineName) -> Elapsed | None:
+        rows = await self._query(f"select round, phase, elapsed_s from elapsed {ONE}", engine)
+        return rows[0] if rows else None
+
+    def _unreadable(self, engine: EngineName, n: int, what: str) -> StoreUnreadable:
+        return StoreUnreadable(f"{self._file.path}: entry {n} of {engine} {what}")
+
+    async def _query(self, sql: str, engine: EngineName | None = None) -> list[Any]:
+        def work() -> list[Any]:
+            self._file.check()
+            return self._db.execute(sql, _key(engine) if engine else ()).fetchall()
+
+        return await self._run(work)
+
+    # --- writing --------------------------------------------------------------------------------
 
     async def append(self, engine: EngineName, entry: Entry, *, n: int) -> None:
-        await self._run(lambda: self._append(engine, entry.to_bytes(), n))
+        append = _Append(engine, entry.to_bytes(), n)
+        self._waiting.append(append)
+        # The first to come to the thread commits for all that wait; the others find it done.
+        # Shielded: a caller that goes away leaves nothing behind for some later commit.
+        await asyncio.shield(self._start(self._commit_waiting))
+        if append.error:
+            raise append.error
 
-    def _append(self, engine: EngineName, body: bytes, n: int) -> None:
-        key = (engine.namespace, engine.engine)
+    def _commit_waiting(self) -> None:
+        batch: list[_Append] = []
+        while self._waiting:
+            batch.append(self._waiting.popleft())
+        if not batch:
+            return
+        try:
+            kept = self._transact(lambda: [one for one in batch if self._insert(one)])
+            self._held += len(kept)
+            self._file.check()  # else it may have gone into files that nobody finds again
+        except (sqlite3.Error, LogUnavailable) as error:
+            for one in batch:
+                one.error = self._unavailable(error)
+            return
+        self._file.acknowledge(self.store_id, self._held)
+        for one in kept:
+            one.error = None
+
+    def _insert(self, append: _Append) -> bool:
+        key = _key(append.engine)
+        sql = f"select coalesce(max(n) + 1, 0) from entries {ONE}"
+        (held,) = self._db.execute(sql, key).fetchone()
+        if held != append.n:
+            text = f"{append.engine}: the log holds {held} entries, not {append.n}"
+            append.error = LogConflict(text)
+            return False
+        self._db.execute("insert into entries values (?, ?, ?, ?)", (*key, held, append.body))
+        return True
+
+    async def drop(self, engine: EngineName, below: int) -> None:
+        key = _key(engine)
+        sql = f"delete from entries {ONE} and n < ? and n < (select max(n) from entries {ONE})"
+        await self._run(lambda: self._transact(lambda: self._db.execute(sql, (*key, below, *key))))
+
+    async def save_elapsed(
+        self, engine: EngineName, round: int, phase: str, elapsed_s: float
+    ) -> None:
+        self._elapsed[engine] = further((round, phase, elapsed_s), self._elapsed.get(engine))
+        await self._run(self._save_elapsed)
+
+    def _save_elapsed(self) -> None:
+        rows = []
+        while self._elapsed:
+            engine, elapsed = self._elapsed.popitem()
+            rows.append((*_key(engine), *elapsed))
+        if rows:
+            # Not synced by itself: a crash loses none of it, a loss of power may.
+            self._transact(lambda: self._db.executemany(SAVE_ELAPSED, rows), sync="normal")
+
+    def _transact(self, work: Callable[[], T], *, sync: str = "full") -> T:
+        self._file.check()
+        if self._failed:
+            # What an earlier commit left to a later sync may be lost without a word after a sync
+            # that failed. All of it is written once more, or nothing goes on.
+            (busy, *_) = self._db.execute("pragma wal_checkpoint(truncate)").fetchone()
+            if busy:
+                raise LogUnavailable(f"{self._file.path}: a reader delays recovery; end it")
+            self._failed = False
+        self._db.execute(f"pragma synchronous = {sync}")
         self._db.execute("begin immediate")
         try:
-            (held,) = self._db.execute(
-                "select coalesce(max(n) + 1, 0) from entries where namespace = ? and engine = ?",
-                key,
-            ).fetchone()
-            if held != n:
-                raise LogConflict(f"{engine}: the log holds {held} entries, not {n}")
-            self._db.execute("insert into entries values (?, ?, ?, ?)", (*key, n, body))
+            answer = work()
             self._db.execute("commit")
-        except BaseException:
+        except BaseException as error:
+            self._failed = primary_code(error) == sqlite3.SQLITE_IOERR
             if self._db.in_transaction:
-                self._db.execute("rollback")
+                with suppress(sqlite3.Error):  # the first error is the one to tell
+                    self._db.execute("rollback")
             raise
+        return answer
+
+    # --- life -----------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        await self._run(self._db.close)
-        self._thread.shutdown()
+        """May be called again. What was appended before is kept, what comes later is refused."""
+        if not self._closed:
+            self._closed = True
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
+            self._thread.shutdown()
+
+    def _close(self) -> None:
+        try:
+            with suppress(sqlite3.Error):  # every append has been answered already
+                self._db.close()
+        finally:
+            self._file.release()
+
+    def _start(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        if self._closed:
+            raise LogUnavailable(f"{self._file.path} has been closed: the coordinator stops")
+        return asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _run(self, work: Callable[[], T]) -> T:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            return await self._start(work)
         except sqlite3.Error as error:
-            raise LogUnavailable(f"{self._path}: {error}") from error
+            raise self._unavailable(error) from error
+
+    def _unavailable(self, error: Exception) -> LogUnavailable:
+        if isinstance(error, LogUnavailable):
+            return LogUnavailable(str(error))
+        match primary_code(error):
+            case sqlite3.SQLITE_FULL:
+                what = "the disk is full: make room on it, and the coordinator goes on by itself"
+            case sqlite3.SQLITE_BUSY:
+                what = "another program keeps the file locked: end that program"
+            case sqlite3.SQLITE_IOERR:
+                what = f"{error}: look at the disk and the kernel's log"
+            case _:
+                what = f"{error}: look at the file and its disk"
+        return LogUnavailable(f"{self._file.path}: {what}")
 
 
-def _prepare_file(path: Path) -> None:
-    """Make the file, readable for its owner alone (it holds a key), or see that it is ours.
-
-    A file of somebody else is not opened in earnest: that alone may change it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    if path.is_file() and path.stat().st_size == 0:
-        return
-    # Immutable: reads the header and neither locks, nor looks at or makes any other file.
-    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)) as db:
-        (application,) = db.execute("pragma application_id").fetchone()
-        (version,) = db.execute("pragma user_version").fetchone()
-    if (application, version) != (APPLICATION_ID, SCHEMA_VERSION):
-        ours = application == APPLICATION_ID
-        kind = "written by another version of kvaccord" if ours else "not a kvaccord store"
-        raise StoreUnreadable(
-            f"{path} is {kind} (application_id {application:#x}, user_version {version}); name"
-            " another file with --store, nothing was changed in this one"
-        )
-
-
-def _what_to_do(path: str, error: Exception) -> str:
-    text = str(error)
-    if "locked" in text:
-        return (
-            f"{path} is in use by another coordinator; stop that one, or name another file with"
-            " --store"
-        )
-    if "not a database" in text or "malformed" in text:
-        return (
-            f"{path} is no readable SQLite file ({text}); restore it from a backup, or name"
-            " another file with --store, nothing was changed in this one"
-        )
-    return f"{path} cannot be opened ({text}); check that its folder exists and is writable"
+def _key(engine: EngineName) -> tuple[str, str]:
+    return engine.namespace, engine.engine
