@@ -2,9 +2,18 @@
 
 import typer
 
+from cli.budgets import budgets, history
+from cli.common import clean
+from cli.doctor import doctor
+from cli.exits import USAGE
 from cli.healthcheck import healthcheck
+from cli.plan import plan
 from cli.rehearse import rehearse
 from cli.serve import serve
+from cli.status import status
+from cli.store import store_app
+from cli.watch import watch
+from kvaccord.errors import KvaccordError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -12,9 +21,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="One KV-cache plan for every rank, or one stated reason why not.",
 )
-app.command()(serve)
-app.command()(rehearse)
-app.command()(healthcheck)
+for command in (serve, rehearse, plan, status, watch, budgets, history, doctor, healthcheck):
+    app.command()(command)
+app.add_typer(store_app, name="store")
 
 
 def run() -> int:
@@ -23,6 +32,9 @@ def run() -> int:
         return app(standalone_mode=False) or 0
     except typer.TyperException as error:
         typer.echo(f"kvaccord: {error.format_message()}", err=True)
-        return 1
-    except typer.Abort:
-        return 1
+        return USAGE
+    except KvaccordError as fault:
+        typer.echo(f"kvaccord: {clean(fault)}", err=True)
+        return USAGE
+    except (typer.Abort, KeyboardInterrupt):
+        return USAGE

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import httpx
 import typer
 
-from cli.serve import PORT
+from cli.common import DEFAULT_URL, AsJson, Url, print_json
+from cli.exits import USAGE
 
 
-def healthcheck(
-    url: Annotated[str, typer.Option(envvar="KVACCORD_URL", help="The coordinator's address.")] = (
-        f"http://127.0.0.1:{PORT}"
-    ),
-) -> None:
+def healthcheck(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Exit 0 when the coordinator is ready, 1 with the reason when it is not."""
+    fault = ""
     try:
-        answer = httpx.get(f"{url}/readyz", timeout=3.0, trust_env=False)
-        answer.raise_for_status()
+        httpx.get(f"{url}/readyz", timeout=3.0, trust_env=False).raise_for_status()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        typer.echo(f"kvaccord healthcheck: {url} is not ready: {error}", err=True)
-        raise typer.Exit(1) from error
-    typer.echo(f"{url} is ready")
+        fault = str(error)
+    said = f"{url} is not ready: {fault}" if fault else f"{url} is ready"
+    if as_json:
+        print_json({"url": url, "ready": not fault, "said": said})
+    elif fault:
+        typer.echo(f"kvaccord healthcheck: {said}", err=True)
+    else:
+        typer.echo(said)
+    if fault:
+        raise typer.Exit(USAGE)

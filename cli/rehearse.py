@@ -1,77 +1,55 @@
-"""`kvaccord rehearse`: play a recorded start with one real process per rank, over real sockets."""
+"""`kvaccord rehearse`: play a start with one real process per rank, over real sockets."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
-import subprocess
-import sys
-import tempfile
-import time
-import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
-import httpx
 import typer
-from pydantic import ValidationError
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from cli.rank import FAILED, NO_VERDICT, PASSED, report_of
+from cli.common import AsJson, complain, console, refuse, table
+from cli.exits import FAILED, PASSED
+from cli.play import play
+from cli.processes import NotStarted, coordinator
 from cli.serve import PORT
+from cli.starts import (
+    FOLDER,
+    RECORDED,
+    Budgets,
+    Fate,
+    Kind,
+    Start,
+    find_start,
+    library,
+    read_start,
+)
 from kvaccord.errors import Invalid
-from kvaccord.layout import Layout, named
+from kvaccord.layout import as_ranges
 from worker_client.wire import Wire
 
-RECORDED = Path(__file__).parent / "recorded" / "deepseek_v4_pro_tp4_pcp2.json"
 SERVED_STORE = "sqlite:///var/kvaccord.db"
-USAGE = 1
-READY_S = 20.0
-STOP_S = 6.0
 # A rank that never comes fails a start only when the gather budget ends, by default 30 minutes.
 ABSENT_GATHER_S = 5.0
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-@dataclass
-class Rank:
-    """One rank's process, and the lines it wrote."""
-
-    rank: int
-    process: subprocess.Popen[str] | None = None
-    lines: list[dict[str, Any]] = field(default_factory=list)
-    complaint: str = ""
-
-    @property
-    def heard(self) -> dict[str, Any]:
-        """Its result; empty for a rank that had none to tell."""
-        return next((line for line in self.lines if "heard" in line), {})
-
-    @property
-    def exit_code(self) -> int | None:
-        return self.process.returncode if self.process else None
-
-    @property
-    def fate_s(self) -> float | None:
-        """When it did what it was told to do."""
-        return next((line["at_s"] for line in self.lines if "did" in line), None)
-
-    def row(self) -> dict[str, Any]:
-        return {
-            "rank": self.rank,
-            "heard": self.heard.get("heard", "nothing"),
-            "text": self.heard.get("text", self.complaint),
-            "exit_code": self.exit_code,
-            "digest": self.heard.get("digest"),
-        }
 
 
 def rehearse(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME|FILE]", help="A start of the library, or a file.")
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Play the whole library, each on a private coordinator.")
+    ] = False,
+    listed: Annotated[bool, typer.Option("--list", help="List the library.")] = False,
+    folder: Annotated[
+        Path, typer.Option("--library", exists=True, file_okay=False, help="For --all and --list.")
+    ] = FOLDER,
     url: Annotated[
         str | None, typer.Option(envvar="KVACCORD_URL", help="A coordinator that is up.")
     ] = None,
@@ -86,8 +64,8 @@ def rehearse(
         int, typer.Option(min=0, max=65535, help="With --serve: 0 picks a free one.")
     ] = PORT,
     start: Annotated[
-        Path, typer.Option("--start", exists=True, dir_okay=False, help="A recorded start.")
-    ] = RECORDED,
+        Path | None, typer.Option("--start", exists=True, dir_okay=False, help="As FILE.")
+    ] = None,
     namespace: Annotated[str, typer.Option()] = "default",
     engine: Annotated[str | None, typer.Option(help="Default: as recorded.")] = None,
     raise_rank: Annotated[
@@ -98,61 +76,75 @@ def rehearse(
     ] = None,
     absent_rank: Annotated[int | None, typer.Option(help="This rank is never started.")] = None,
     report_after_s: Annotated[
-        float, typer.Option(min=0, help="Seconds that every rank spends before it reports.")
-    ] = 0.0,
+        float | None,
+        typer.Option(min=0, help="Seconds that every rank spends before it reports."),
+    ] = None,
     gather_s: Annotated[
         float | None, typer.Option(help="The private coordinator's gather budget.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Play a recorded start: one process per rank, each with its own numbers, one verdict.
+    """Play a start: one process per rank, each with its own numbers, one verdict.
 
     Without --url and --serve a private coordinator comes and goes with the rehearsal.
-    Exit codes: 0 sealed with one digest, 2 failed or aborted, 3 no verdict, 1 anything else.
+    Exit codes: 0 sealed with one digest, 2 failed or aborted, 3 no verdict, 1 anything else, also
+    when it did not come as the start file expects. With --all: 0 all as expected, 2 not all.
     """
-    recorded = _read(start)
-    layout = Layout(**recorded["layout"])
-    fates = {"raise": raise_rank, "kill": kill_rank, "absent": absent_rank}
-    for fate, rank in fates.items():
-        if rank is not None and not 0 <= rank < layout.world_size:
-            _refuse(f"--{fate}-rank {rank}: {start.name} has ranks 0 to {layout.world_size - 1}")
-    if serve and url and os.environ.get("KVACCORD_URL") != url:
+    if listed:
+        _list(library(folder), as_json)
+        return
+    named = os.environ.get("KVACCORD_URL") != url  # on the command line
+    if serve and url and named:
         _refuse("--url and --serve: name one coordinator, or have one started")
     if once and not serve:
         _refuse("--once belongs to --serve")
+    # Ctrl-C raises by itself; a container stops with SIGTERM, and must leave nobody behind either.
+    signal.signal(signal.SIGTERM, _terminated)
+    if everything:
+        if name or start or serve or (url and named):
+            _refuse("--all plays the library on private coordinators: give no start and no address")
+        raise typer.Exit(_play_all(library(folder), as_json))
+    if name and start:
+        _refuse("name one start: NAME, FILE or --start")
+    path = _found(name) if name else start or RECORDED
+    recorded = _read(path)
+    recorded = _changed(
+        recorded, path, {"raise": raise_rank, "kill": kill_rank, "absent": absent_rank}
+    )
     if gather_s is None and absent_rank is not None:
         gather_s = ABSENT_GATHER_S
+    budgets = recorded.budgets
+    if gather_s is not None:
+        budgets = budgets.model_copy(update={"gather_s": gather_s})
 
     def say(line: str) -> None:
         if not as_json:
             typer.echo(line)
 
-    # Ctrl-C raises by itself; a container stops with SIGTERM, and must leave nobody behind either.
-    signal.signal(signal.SIGTERM, _terminated)
     with ExitStack() as stack:
-        if serve:
-            bound = (host, port, SERVED_STORE)
-            address = stack.enter_context(_coordinator(*bound, gather_s, quiet=False))
-        elif url:
-            address = url.rstrip("/")
-        else:
-            bound = ("127.0.0.1", 0, "memory")
-            address = stack.enter_context(_coordinator(*bound, gather_s, quiet=True))
         try:
-            Wire(address)
-        except Invalid as fault:
+            if serve:
+                address = stack.enter_context(
+                    coordinator(host, port, SERVED_STORE, budgets.options(), quiet=False)
+                )
+            elif url:
+                address = url.rstrip("/")
+                Wire(address)
+                if budgets != Budgets():
+                    say("budgets      the coordinator's own, not those of the start")
+            else:
+                address = stack.enter_context(_private(budgets))
+        except (Invalid, NotStarted) as fault:
             _refuse(str(fault))
         say(f"coordinator  {address}")
-        say(f"recorded     {start.name}: {recorded.get('about', 'no word about its origin')}")
-        report = _play(
+        say(f"recorded     {path.name}: {recorded.about}")
+        report = play(
             recorded,
-            start,
+            path,
             address,
             namespace,
-            engine or recorded["engine"],
-            {rank: fate for fate, rank in fates.items() if rank is not None},
-            report_after_s,
-            layout.world_size,
+            engine or recorded.engine,
+            recorded.report_after_s if report_after_s is None else report_after_s,
         )
         if as_json:
             typer.echo(json.dumps(report, indent=2))
@@ -168,76 +160,86 @@ def rehearse(
         raise typer.Exit(report["exit_code"])
 
 
-def _play(
-    recorded: dict[str, Any],
-    start: Path,
-    address: str,
-    namespace: str,
-    engine: str,
-    fates: dict[int, str],
-    report_after_s: float,
-    world_size: int,
-) -> dict[str, Any]:
-    """Start all ranks, wait for all, and say what came of it."""
-    launch = f"rehearsal-{uuid.uuid4().hex}"
-    ranks = [Rank(rank) for rank in range(world_size)]
-    began_s = time.monotonic()
-    with _reaped(ranks):
-        for rank in ranks:
-            if fates.get(rank.rank) == "absent":
-                continue
-            rank.process = _child(
-                "cli.rank",
-                f"--url={address}",
-                f"--namespace={namespace}",
-                f"--engine={engine}",
-                f"--launch={launch}",
-                f"--start={start.resolve()}",
-                f"--rank={rank.rank}",
-                f"--report-after-s={report_after_s}",
-                f"--fate={fates.get(rank.rank, 'start')}",
-                stderr=subprocess.PIPE,
-            )
-        for rank in ranks:
-            if rank.process is not None:
-                written, complaint = rank.process.communicate()
-                rank.lines = [json.loads(line) for line in written.splitlines()]
-                rank.complaint = complaint.strip().rpartition("\n")[2]
-    heard = [rank for rank in ranks if rank.heard.get("digest")]
-    digests = sorted({rank.heard["digest"] for rank in heard})
-    fate_s = max((rank.fate_s for rank in ranks if rank.fate_s is not None), default=None)
-    since_s = began_s if fate_s is None else fate_s
-    code = _exit_code(ranks, digests)
-    return {
-        "start": start.name,
-        "about": recorded.get("about"),
-        "coordinator": address,
-        "page": f"{address}/",
-        "engine": f"{namespace}/{engine}",
-        "launch": launch,
-        "ranks": [rank.row() | _fate(fates, rank.rank) for rank in ranks],
-        "verdict": heard[0].heard["heard"] if heard else "NO VERDICT",
-        "text": heard[0].heard["text"] if heard else "no rank heard a verdict",
-        "digests": digests,
-        "since": "the processes were started" if fate_s is None else "the rank's end",
-        "last_heard_s": round(max(r.heard["at_s"] for r in heard) - since_s, 3) if heard else None,
-        "exit_code": code,
-    }
+def _changed(start: Start, path: Path, asked: dict[Kind, int | None]) -> Start:
+    """The start with the fates that the command line asks for; nothing is expected of it then."""
+    fates = {rank: Fate(kind=kind) for kind, rank in asked.items() if rank is not None}
+    world = start.layout.world_size
+    for rank, fate in fates.items():
+        if not 0 <= rank < world:
+            _refuse(f"--{fate.kind}-rank {rank}: {path.name} has ranks 0 to {world - 1}")
+    if not fates:
+        return start
+    return start.model_copy(update={"fates": start.fates | fates, "expect": None})
 
 
-def _exit_code(ranks: list[Rank], digests: list[str]) -> int:
-    codes = {rank.exit_code for rank in ranks}
-    if len(digests) > 1:
-        return USAGE  # never: two ranks hold different decisions
-    if codes == {PASSED}:
-        return PASSED
-    if FAILED in codes:
-        return FAILED
-    return NO_VERDICT if NO_VERDICT in codes else USAGE
+def _private(budgets: Budgets) -> Any:
+    return coordinator("127.0.0.1", 0, "memory", budgets.options(), quiet=True)
 
 
-def _fate(fates: dict[int, str], rank: int) -> dict[str, str]:
-    return {"fate": fates[rank]} if rank in fates else {}
+# --- the library --------------------------------------------------------------------------------
+
+
+def _list(paths: list[Path], as_json: bool) -> None:
+    rows = [(path.stem, _read(path)) for path in paths]
+    if as_json:
+        lines = [{"name": name, "about": start.about} for name, start in rows]
+        typer.echo(json.dumps({"starts": lines}, indent=2))
+        return
+    shown = table("name", "ranks", "expected", "about")
+    for name, start in rows:
+        expected = f"{start.expect.verdict} {start.expect.code or ''}" if start.expect else "-"
+        shown.add_row(name, str(start.layout.world_size), expected, start.about)
+    console.print(shown)
+
+
+def _play_all(paths: list[Path], as_json: bool) -> int:
+    """The whole library, one after the other; FAILED when one did not come as expected."""
+    reports: list[dict[str, Any]] = []
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=complain, transient=True) as progress:
+        task = progress.add_task("", total=len(paths))
+        for path in paths:
+            progress.update(task, description=f"{len(reports) + 1}/{len(paths)} {path.stem}")
+            start = _read(path)
+            try:
+                with _private(start.budgets) as address:
+                    reports.append(
+                        play(start, path, address, "default", start.engine, start.report_after_s)
+                    )
+            except NotStarted as fault:
+                _refuse(str(fault))
+            progress.advance(task)
+    broken = [report for report in reports if not report.get("kept", True)]
+    if as_json:
+        typer.echo(json.dumps({"starts": reports, "broken": len(broken)}, indent=2))
+    else:
+        shown = table("start", "kept", "verdict", "code", "ranks", "entries", "last heard")
+        for report in reports:
+            shown.add_row(*_row(report))
+        console.print(shown)
+        for report in broken:
+            for line in _checked(report):
+                typer.echo(f"{report['start']}: {line}")
+        typer.echo(f"{len(reports)} starts, {len(reports) - len(broken)} as expected")
+    return FAILED if broken else PASSED
+
+
+def _row(report: dict[str, Any]) -> list[str]:
+    kept = {True: "kept", False: "BROKEN", None: "-"}[report.get("kept")]
+    entries = {json.dumps(e, sort_keys=True) for e in report["entries"].values()}
+    last = report["last_heard_s"]
+    return [
+        Path(report["start"]).stem,
+        kept,
+        report["verdict"],
+        report["code"] or "-",
+        as_ranges(report["blamed"]) or "-",
+        " | ".join(sorted(e.strip("{}").replace('"', "") for e in entries)) or "-",
+        "-" if last is None else f"{last:.2f} s",
+    ]
+
+
+# --- words --------------------------------------------------------------------------------------
 
 
 def _shown(report: dict[str, Any]) -> Iterator[str]:
@@ -251,108 +253,33 @@ def _shown(report: dict[str, Any]) -> Iterator[str]:
     yield f"digests      {len(digests)} distinct: {', '.join(digests) or 'none'}"
     if report["last_heard_s"] is not None:
         yield f"last heard   {report['last_heard_s']:.3f} s after {report['since']}"
+    yield from _checked(report)
     yield f"page         {report['page']}"
 
 
-def _read(start: Path) -> dict[str, Any]:
-    """A recorded start, checked whole: a fault in it is ours to name, not eight ranks'."""
+def _checked(report: dict[str, Any]) -> Iterator[str]:
+    for check in report.get("checks", ()):
+        word = "kept" if check["kept"] else "BROKEN"
+        got = "" if check["kept"] else f", got {_plain(check['got'])}"
+        yield f"{word:12} {check['what']}: expected {_plain(check['expected'])}{got}"
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _found(name: str) -> Path:
     try:
-        recorded: dict[str, Any] = json.loads(start.read_text())
-        world_size = Layout(**recorded["layout"]).world_size
-        for rank in range(world_size):
-            report_of(recorded, rank)
-        if len(recorded["ranks"]) != world_size or not isinstance(recorded["engine"], str):
-            raise ValueError(f"it needs an engine and {named(range(world_size))}")
-    except (ValueError, LookupError, TypeError) as fault:
-        said = fault.errors()[0]["msg"] if isinstance(fault, ValidationError) else fault
-        _refuse(f"--start {start}: {type(fault).__name__}: {said}")
-    return recorded
+        return find_start(name)
+    except ValueError as fault:
+        _refuse(str(fault))
 
 
-# --- processes ----------------------------------------------------------------------------------
-
-
-def _child(module: str, *args: str, stderr: Any) -> subprocess.Popen[str]:
-    """A process that ends with this one, even when this one is killed."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-    def end_with_parent() -> None:
-        assert libc is not None
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *args],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-        text=True,
-        # Ctrl-C is for the rehearsal, which then ends its processes in order.
-        start_new_session=True,
-        preexec_fn=end_with_parent if libc else None,
-    )
-
-
-@contextmanager
-def _coordinator(
-    host: str, port: int, store: str, gather_s: float | None, *, quiet: bool
-) -> Iterator[str]:
-    """A coordinator process of our own; yields its address, and stops it in the end."""
-    if store.startswith("sqlite:///"):
-        Path(store.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
-    args = ["serve", f"--host={host}", f"--port={port}", f"--store={store}"]
-    if gather_s is not None:
-        args.append(f"--gather-s={gather_s}")
-    with tempfile.TemporaryFile("w+") as noise:
-        process = _child("cli", *args, stderr=noise if quiet else None)
-        try:
-            assert process.stdout is not None
-            # Its first line names the address that it really has: "... serves http://HOST:PORT/".
-            line = process.stdout.readline()
-            address = next((w for w in line.split() if w.startswith("http")), "").rstrip("/")
-            if not address:
-                noise.seek(0)
-                said = (line + noise.read()).strip()[-500:] or "it said why above"
-                _refuse(f"the coordinator did not start: {said}")
-            _wait_ready(address, process)
-            yield address
-        finally:
-            _stop(process)
-
-
-def _wait_ready(address: str, process: subprocess.Popen[str]) -> None:
-    deadline_s = time.monotonic() + READY_S
-    with httpx.Client(trust_env=False, timeout=2.0) as client:
-        while time.monotonic() < deadline_s and process.poll() is None:
-            try:
-                if client.get(f"{address}/readyz").status_code == 200:
-                    return
-            except httpx.HTTPError:
-                pass
-            time.sleep(0.05)
-    _refuse(f"the coordinator at {address} was not ready within {READY_S:.0f} s")
-
-
-@contextmanager
-def _reaped(ranks: list[Rank]) -> Iterator[None]:
+def _read(path: Path) -> Start:
     try:
-        yield
-    finally:
-        running = [r.process for r in ranks if r.process and r.process.poll() is None]
-        for process in running:
-            process.kill()
-        for process in running:
-            process.wait()
-
-
-def _stop(process: subprocess.Popen[str]) -> None:
-    process.terminate()
-    try:
-        process.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
+        return read_start(path)
+    except ValueError as fault:
+        _refuse(f"--start {fault}")
 
 
 def _terminated(signum: int, frame: FrameType | None) -> NoReturn:
@@ -360,5 +287,4 @@ def _terminated(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _refuse(sentence: str) -> NoReturn:
-    typer.echo(f"kvaccord rehearse: {sentence}", err=True)
-    raise typer.Exit(USAGE)
+    refuse("rehearse", sentence)

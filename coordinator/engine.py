@@ -32,7 +32,7 @@ from coordinator.events import (
     Touched,
 )
 from coordinator.policy import Policy
-from kvaccord.layout import Layout
+from kvaccord.layout import Groups, Layout
 from kvaccord.messages import Built, Join, Launch, Report
 from kvaccord.plan import Finding, plan
 
@@ -79,6 +79,7 @@ class Round:
     slots: Mapping[int, int] = field(default_factory=dict)  # rank -> attempt
     sent: Mapping[int, Report] = field(default_factory=dict)  # by rank, as sent
     planned: Mapping[int, Report] = field(default_factory=dict)  # by rank, as planned
+    took_over: str | None = None  # the launch whose name this round took over, nobody alive
     short: tuple[Finding, ...] = ()  # what one report alone makes certain
     causes: tuple[Cause, ...] = ()
     traces: tuple[tuple[tuple[int, ...], str], ...] = ()  # (ranks, end of the traceback)
@@ -118,6 +119,16 @@ class Round:
     @property
     def seated(self) -> list[Member]:
         return [m for m in self.members.values() if m.seated]
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        return {rank: m.join.host for m in self.seated for rank in m.ranks}
+
+    @property
+    def groups(self) -> dict[int, Groups] | None:
+        """The groups that the claimed ranks name themselves; None where the layout gives them."""
+        named = {r: g for m in self.seated for r, g in (m.join.groups or {}).items()}
+        return named or None
 
     @property
     def suspects(self) -> list[Member]:
@@ -241,7 +252,14 @@ def _opened(engine: Engine, event: Opened) -> Engine:
         left.pop(engine.last.launch.run, None)  # its place is that of the latest run now
         left[engine.last.launch.run] = engine.last_attempt
         left = dict(list(left.items())[-KEPT_RUNS:])
-    opened = Round(event.round, event.launch, event.layout, event.mode, event.policy)
+    opened = Round(
+        event.round,
+        event.launch,
+        event.layout,
+        event.mode,
+        event.policy,
+        took_over=event.took_over,
+    )
     return replace(engine, rounds={**engine.rounds, event.round: opened}, left_runs=left)
 
 
@@ -251,12 +269,14 @@ def _claimed(engine: Engine, round_: Round, attempt: int) -> Engine:
     slots = {**round_.slots, **dict.fromkeys(join.ranks, attempt)} if seated else round_.slots
     member = Member(attempt, join, seated)
     round_ = replace(round_, members={**round_.members, attempt: member}, slots=slots)
-    # A reservation lapses when a higher attempt of one of its ranks is claimed.
-    ranks = set(join.ranks)
+    # A reservation lapses when a higher attempt of its run claims one of its ranks. That of another
+    # run may be waiting for this one to end.
+    ranks, run = set(join.ranks), join.launch.run
     left = {
         a: r
         for a, r in engine.reservations.items()
-        if a > attempt or (a < attempt and ranks.isdisjoint(r.join.ranks))
+        if a > attempt
+        or (a < attempt and (ranks.isdisjoint(r.join.ranks) or r.join.launch.run != run))
     }
     return replace(engine, rounds={**engine.rounds, round_.number: round_}, reservations=left)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from coordinator.policy import Policy
 from kvaccord.layout import Layout
@@ -51,6 +51,21 @@ class Opened(Stored):
     layout: Layout
     mode: str
     policy: Policy
+    took_over: str | None = None  # a launch in force whose members were not alive any more
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hard_ends_alone(cls, stored: Any) -> Any:
+        # The first stores held `budgets`, with hard ends only.
+        if isinstance(stored, dict) and "budgets" in stored:
+            budgets = stored.pop("budgets")
+            ends = {name: budgets[name] for name in ("report_s", "apply_s")}
+            stored["policy"] = {
+                "gather_s": budgets["gather_s"],
+                "grace_s": min(0.5, *budgets.values()),
+                **{name: {"soft": hard, "hard": hard} for name, hard in ends.items()},
+            }
+        return stored
 
 
 class Claimed(Stored):

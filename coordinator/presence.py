@@ -70,9 +70,9 @@ class Presence:
         """Seconds for which nobody is judged, because many sessions ended together."""
         return max(0.0, self._doubt_until_s - asyncio.get_running_loop().time())
 
-    def watched(self, name: EngineName, round_: int) -> frozenset[int]:
-        """The attempts of a round whose session is open."""
-        return frozenset(s.attempt for s in self._open if (s.name, s.round) == (name, round_))
+    def watched(self, name: EngineName) -> frozenset[int]:
+        """The attempts of an engine whose session is open."""
+        return frozenset(s.attempt for s in self._open if s.name == name)
 
     def expect(self, seat: Seat, *, within_s: float) -> None:
         """A process without a session must open one, or it is lost."""

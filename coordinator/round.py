@@ -65,7 +65,8 @@ from kvaccord.errors import (
 )
 from kvaccord.layout import named
 from kvaccord.messages import Join, Report, cut
-from kvaccord.plan import differing_maps, first_keys
+from kvaccord.peers import Notice
+from kvaccord.plan import differing_maps, disagreeing_groups, first_keys
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Reserve:
 
 @dataclass(frozen=True)
 class Claim:
-    """watched: the attempts of the last round whose session is open now (a finding)."""
+    """watched: the attempts of the engine whose session is open now (a finding)."""
 
     attempt: int
     policy: Policy
@@ -214,10 +215,30 @@ def decide(engine: Engine, command: Command) -> tuple[Event, ...]:
 
     Raises a Refused when the sender is wrong; then nothing is kept.
     """
-    events = _decide(engine, command)
-    if events or not isinstance(command, Call) or not command.touched:
-        return events
-    # A call that appends nothing was touched all the same: the decision must say so.
+    if not isinstance(command, Call):
+        return _decide(engine, command)
+    # Whoever is answered is not suspect, and its being back stands in the entry of its own call:
+    # apart from it, the return of a rank that calls to say no would settle the round for it.
+    back = _back(engine, command)
+    engine = reduce(evolve, back, engine)
+    events = _decide(engine, command) or _touched_only(engine, command)
+    if back and not events:
+        return settle(engine, back[0].round, seen=back)
+    return (*back, *events)
+
+
+def _back(engine: Engine, command: Call) -> tuple[Cleared, ...]:
+    if isinstance(command, Reserve):
+        return ()
+    round_ = engine.round_of(command.attempt)
+    member = round_.members[command.attempt] if round_ else None
+    if round_ is None or member is None or not member.suspect or not is_followed(round_, member):
+        return ()
+    return (Cleared(round=round_.number, attempt=command.attempt),)
+
+
+def _touched_only(engine: Engine, command: Call) -> tuple[Touched, ...]:
+    """A call that appends nothing was touched all the same: the decision must say so."""
     # A report that was kept before is not shrunk any more.
     touched = tuple(t for t in command.touched if t.field is None)
     known = find_attempt(engine, command.join) if isinstance(command, Reserve) else command.attempt
@@ -321,8 +342,10 @@ def _on_claim(engine: Engine, command: Claim) -> tuple[Event, ...]:
     if join.launch.run == last.launch.run and join.launch.restart == last.launch.restart:
         return _claim_of_this_launch(engine, command, reserved, last)
     same_run = join.launch.run == last.launch.run
-    alive = _alive(last, command.watched)
-    if alive and not same_run and last.ended in (None, "SEALED"):
+    alive = _alive(last, command.watched) if last.ended in (None, "SEALED") else []
+    if engine.in_force and engine.in_force is not last:
+        alive += _alive(engine.in_force, command.watched)
+    if alive and not same_run:
         other = alive[0]
         raise EngineNameInUse(
             f"{engine.name} is in use by launch {last.launch}, {named(other.ranks)} on"
@@ -378,7 +401,11 @@ def _claim_of_this_launch(
     if taken:
         alive = [m for m in taken if not m.gone and not m.suspect]
         return (*claimed, _duplicate(last, command.attempt, join, alive[0]))
-    return settle(engine, last.number, *claimed, *_inputs_differ(last, command.attempt, join))
+    differences = (
+        *_groups_differ(last, command.attempt, join),
+        *_inputs_differ(last, command.attempt, join),
+    )
+    return settle(engine, last.number, *claimed, *differences)
 
 
 def _not_in_place_of(taken: list[Member], alive: list[Member], join: Join, last: Round) -> None:
@@ -405,9 +432,17 @@ def _open(engine: Engine, command: Claim, reserved: Reservation) -> tuple[Event,
         layout=join.layout,
         mode=join.mode,
         policy=command.policy.shortened(join.budgets),
+        took_over=_taken_over(engine, join),
     )
     round_ = evolve(engine, opened).rounds[opened.round]
     return (opened, *_claimed(round_, command, reserved))
+
+
+def _taken_over(engine: Engine, join: Join) -> str | None:
+    before = engine.in_force
+    if before is None or before is not engine.last or before.launch.run == join.launch.run:
+        return None
+    return str(before.launch)
 
 
 def _claimed(round_: Round, command: Claim, reserved: Reservation) -> tuple[RoundEvent, ...]:
@@ -467,6 +502,16 @@ def _differs(round_: Round, attempt: int, join: Join) -> Objected:
     # Once the numbers are agreed every slot is held: whoever comes then is one too many.
     code = "duplicate_rank" if round_.verdict else "inputs_disagree"
     return _objected(round_, attempt, code, join.ranks, join.host, text)
+
+
+def _groups_differ(round_: Round, attempt: int, join: Join) -> list[Objected]:
+    joins = {r: m.join for m in round_.seated for r in m.ranks} | dict.fromkeys(join.ranks, join)
+    named_by = {r: (j.groups or {}).get(r) for r, j in joins.items()}
+    return [
+        _objected(round_, attempt, f.code, f.ranks, joins[f.ranks[0]].host, f.text)
+        for f in disagreeing_groups(named_by)
+        if not {*join.ranks}.isdisjoint(f.ranks)
+    ]
 
 
 def _inputs_differ(round_: Round, attempt: int, join: Join) -> list[Objected]:
@@ -904,8 +949,12 @@ def _is_stuck(round_: Round, rank: int, sign: Sign) -> Cause:
 # --- settling -----------------------------------------------------------------------------------
 
 
-def settle(engine: Engine, number: int, *found: Event) -> tuple[Event, ...]:
+def settle(
+    engine: Engine, number: int, *found: Event, seen: tuple[Event, ...] = ()
+) -> tuple[Event, ...]:
     """The events found, and the decision or seal if they settle the round: one entry.
+
+    seen: events of the same entry that the engine holds already; they come first.
 
     With a cause the round is settled by its grace (or budget), never here. While a member is
     suspect it waits: whether it is back or lost is logged within seconds, and a verdict that a
@@ -913,14 +962,18 @@ def settle(engine: Engine, number: int, *found: Event) -> tuple[Event, ...]:
     """
     after = reduce(evolve, found, engine)
     round_ = after.rounds[number]
+    found = (*seen, *found)
     if not round_.open or round_.causes or round_.suspects or round_.waiting_for:
         return found
     if round_.phase == "report":
-        hosts = {rank: m.join.host for m in round_.seated for rank in m.ranks}
-        return (
-            *found,
-            _decided(after, round_, judge_reports(round_.layout, round_.planned, hosts)),
+        verdict = judge_reports(
+            round_.layout,
+            round_.planned,
+            round_.hosts,
+            round_.groups,
+            spread_limit=round_.policy.spread_limit,
         )
+        return (*found, _decided(after, round_, verdict))
     message = f"every rank built what decision {digest(round_.decision)[:19]} says"
     return (*found, _ended(after, round_, Verdict("SEALED", "sealed", message)))
 
@@ -938,6 +991,13 @@ def _end(engine: Engine, round_: Round, *more: Cause) -> tuple[RoundEvent, ...]:
 
 
 def _decided(engine: Engine, round_: Round, verdict: Verdict) -> Decided:
+    if round_.took_over is not None:
+        text = (
+            f"launch {round_.launch} took the name over from launch {round_.took_over}, of which"
+            " nobody kept a session; replicas that live side by side need names of their own"
+        )
+        notice = Notice("name_taken_over", (), text)
+        verdict = replace(verdict, warnings=(*verdict.warnings, notice))
     return Decided(
         round=round_.number,
         result="PASSED" if verdict.outcome == "PASSED" else "FAILED",

@@ -14,8 +14,8 @@ from typing import Any
 from coordinator.cell import TICK_S, Cell
 from coordinator.check import check_rooms
 from coordinator.engine import Engine, Round, compaction
-from coordinator.events import Decided, Ended, EngineName, Entry, Touch
-from coordinator.logs import EngineLog, LogConflict, LogUnavailable
+from coordinator.events import Cleared, Decided, Ended, EngineName, Entry, Touch
+from coordinator.logs import EngineLog, LogConflict, LogUnavailable, StoreUnreadable
 from coordinator.policies import Policies
 from coordinator.presence import Connection, Presence, Seat
 from coordinator.round import (
@@ -41,7 +41,7 @@ from coordinator.round import (
     member_of,
 )
 from kvaccord import messages
-from kvaccord.errors import NotFound, StoreReplaced, Superseded, Unauthorized, Unavailable
+from kvaccord.errors import NotFound, Refused, StoreReplaced, Superseded, Unauthorized, Unavailable
 from kvaccord.messages import PROTOCOL, Join, Report
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,8 @@ class Service:
         """Read every log and take up every open round, before anyone is answered."""
         for name in await self._log.names():
             cell = self._cells[name] = Cell(name, self._log.store_id)
-            await self._refresh(cell)
+            cell.load(await self._log.read(name), await self._log.first(name))
+            cell.stale = False
             await self._resume_clock(cell)
             self._watch(cell)
             for round_ in cell.engine.rounds.values():
@@ -121,7 +122,7 @@ class Service:
         """Raises Unavailable when the store cannot be read."""
         try:
             await self._log.read(EngineName("", ""))  # no engine has this name: reads nothing
-        except LogUnavailable as error:
+        except (LogUnavailable, StoreUnreadable) as error:
             self._store_answers = False
             raise _unavailable(error) from error
         self._store_answers = True
@@ -181,16 +182,14 @@ class Service:
         self, name: EngineName, attempt: int, touched: tuple[Touch, ...] = ()
     ) -> dict[str, Any]:
         cell = self._cell(name)
-        last, repeated = cell.engine.last, cell.engine.round_of(attempt) is not None
-        watched = self.presence.watched(name, last.number) if last else frozenset()
+        repeated = cell.engine.round_of(attempt) is not None
+        watched = self.presence.watched(name)
         engine = await self._carry_out(
             cell, Claim(attempt, self.policies.of(name), watched, touched)
         )
         round_ = engine.round_of(attempt)
         assert round_ is not None, "it has just been claimed"
-        if repeated:
-            await self.seen(name, round_.number, attempt)
-        elif round_.open:
+        if round_.open and not repeated:
             seat = Seat(name, round_.number, attempt)
             self.presence.expect(seat, within_s=self.settings.lost_after_s)
         policy = round_.policy
@@ -309,14 +308,11 @@ class Service:
         return self.presence.attach(Seat(name, number, attempt), member.join.host)
 
     async def seen(self, name: EngineName, number: int, attempt: int) -> None:
-        """A call of a process: whoever is answered is not suspect, and that is durable first."""
+        """Before any answer: whoever is answered is not suspect, and that is durable first."""
         cell = self._cell(name)
         round_, member = member_of(cell.engine, number, attempt)
         if member.suspect and is_followed(round_, member):
             await self._carry_out(cell, Clear(number, attempt))
-            # It had a session before: it must have one again as soon as if it had not called.
-            seat = Seat(name, number, attempt)
-            self.presence.expect(seat, within_s=self._patience_s(seat))
 
     def cell(self, name: EngineName) -> Cell:
         """For streams, which follow an engine's facts. Raises NotFound."""
@@ -382,15 +378,20 @@ class Service:
         wait_s: float = 0.0,
     ) -> Round:
         cell = self._cell(name)
-        await self.seen(name, command.round, command.attempt)
-        await self._carry_out(cell, command)
+        try:
+            await self._carry_out(cell, command)
+        except Refused:
+            with suppress(Refused):
+                await self.seen(name, command.round, command.attempt)
+            raise
         loop = asyncio.get_running_loop()
         until = loop.time() + wait_s
-        while not done(round_ := cell.engine.rounds[command.round]) and not self.stopping:
+        while not done(cell.engine.rounds[command.round]) and not self.stopping:
             if (left_s := until - loop.time()) <= 0:
                 break
             await cell.change(left_s)
-        return round_
+        await self.seen(name, command.round, command.attempt)
+        return cell.engine.rounds[command.round]
 
     async def _carry_out(self, cell: Cell, command: Command) -> Engine:
         """Decide, append, and only then believe it and tell. Returns the engine afterwards."""
@@ -419,6 +420,10 @@ class Service:
             if isinstance(event, Decided | Ended) and cell.engine.rounds[event.round].ended:
                 self.presence.forget_round(cell.name, event.round)
                 self._compact_if_due(cell)
+            if isinstance(event, Cleared):
+                # It must have a session again as soon as if it had not called.
+                seat = Seat(cell.name, event.round, event.attempt)
+                self.presence.expect(seat, within_s=self._patience_s(seat))
         cell.wake()
         self._watch(cell)
         return cell.engine
@@ -428,7 +433,7 @@ class Service:
             try:
                 first = await self._log.first(cell.name)
                 cell.load(await self._log.read(cell.name), first)
-            except LogUnavailable as error:
+            except (LogUnavailable, StoreUnreadable) as error:
                 raise _unavailable(error) from error
             cell.stale = False
 
@@ -479,7 +484,12 @@ class Service:
         if last and last.open and cell.name not in self._watchers:
             task = asyncio.create_task(self._spend_budgets(cell))
             self._watchers[cell.name] = task
-            task.add_done_callback(lambda _: self._watchers.pop(cell.name, None))
+            task.add_done_callback(lambda _: self._watched(cell))
+
+    def _watched(self, cell: Cell) -> None:
+        self._watchers.pop(cell.name, None)
+        if not self.stopping:
+            self._watch(cell)  # the next round may have opened meanwhile
 
     async def _spend_budgets(self, cell: Cell) -> None:
         """Follow an engine for as long as its last round is open, and say when time has run out."""
@@ -540,7 +550,7 @@ def _join_of(engine: Engine, attempt: int) -> Join | None:
     return round_.members[attempt].join if round_ else None
 
 
-def _unavailable(error: LogUnavailable) -> Unavailable:
+def _unavailable(error: Exception) -> Unavailable:
     return Unavailable(
         f"the store does not answer ({error}); nothing was acknowledged, repeat the call",
         retry_after_s=1.0,

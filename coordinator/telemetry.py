@@ -70,10 +70,11 @@ class Metrics(Collector):
                 number.add_metric([*name, last.state], last.number)
                 waiting.add_metric(name, len(last.waiting_for))
             for row in agreed(engine.in_force)["schedulers"] if engine.in_force else ():
+                at = str(row.get("dp", row.get("group")))
                 for cache_class, count in row["entries"].items():
-                    entries.add_metric([*name, str(row["dp"]), cache_class], count)
-                stranded.add_metric([*name, str(row["dp"])], row["stranded_bytes"])
-                spread.add_metric([*name, str(row["dp"])], row["spread_entries"])
+                    entries.add_metric([*name, at, cache_class], count)
+                stranded.add_metric([*name, at], row["stranded_bytes"])
+                spread.add_metric([*name, at], row["spread_entries"])
         for labels, count in ended.items():
             rounds.add_metric(list(labels), count)
         sessions = GaugeMetricFamily("kvaccord_sessions", "Sessions that are open.")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from coordinator.engine import Engine, Round
 from coordinator.events import Cause, Touch
 from kvaccord import canonical
 from kvaccord import plan as plan_rules
-from kvaccord.layout import Layout, named
+from kvaccord.layout import Groups, Layout, named
 from kvaccord.messages import Report, cut
-from kvaccord.plan import Finding, Reports, agreed_sentence, plan, plan_document
+from kvaccord.peers import Notice
+from kvaccord.plan import Finding, agreed_sentence, plan, plan_document
+from kvaccord.room import Reports
 
-NOT_RETRYABLE = plan_rules.NOT_RETRYABLE | {"spread_too_wide", "applied_differently", "cancelled"}
+NOT_RETRYABLE = plan_rules.NOT_RETRYABLE | {"applied_differently", "cancelled"}
 # A decision stays readable and bounded however many ranks fail at once.
 LONG_CAUSES, LONG_BYTES = 16, 1024
 SHORT_CAUSES, SHORT_BYTES = 112, 120
@@ -30,6 +32,7 @@ class Verdict:
     message: str
     causes: tuple[Cause, ...] = ()
     not_heard: tuple[int, ...] = ()
+    warnings: tuple[Notice, ...] = ()
     plan: dict[str, Any] | None = None
 
     @property
@@ -41,6 +44,7 @@ class Verdict:
         return all(c.retryable for c in self.causes if c.code == self.code)
 
     def fields(self) -> dict[str, Any]:
+        """What a decision and an outcome have in common."""
         shown, more = bounded(self.causes)
         also = list(dict.fromkeys(c.code for c in self.causes if c.code != self.code))
         return {
@@ -55,14 +59,35 @@ class Verdict:
             "retryable": self.retryable,
         }
 
+    def document(self) -> dict[str, Any]:
+        """The verdict as it stands in a decision."""
+        return self.fields() | {
+            "warnings": [
+                {"code": w.code, "ranks": list(w.ranks), "text": w.text} for w in self.warnings
+            ]
+        }
 
-def judge_reports(layout: Layout, reports: Reports, hosts: dict[int, str]) -> Verdict:
+
+def judge_reports(
+    layout: Layout,
+    reports: Reports,
+    hosts: Mapping[int, str],
+    groups: Mapping[int, Groups] | None = None,
+    *,
+    spread_limit: float | None = None,
+) -> Verdict:
     """The verdict over one report of every rank."""
-    planned = plan(layout, reports)
+    planned = plan(layout, reports, groups, spread_limit=spread_limit)
     if planned.findings:
         causes = tuple(_cause(finding, hosts) for finding in planned.findings)
-        return failed("FAILED", causes, not_heard=())
-    return Verdict("PASSED", "agreed", agreed_sentence(planned), plan=plan_document(planned, hosts))
+        return replace(failed("FAILED", causes, not_heard=()), warnings=planned.warnings)
+    return Verdict(
+        "PASSED",
+        "agreed",
+        agreed_sentence(planned),
+        warnings=planned.warnings,
+        plan=plan_document(planned, hosts),
+    )
 
 
 def failed(outcome: str, causes: Sequence[Cause], *, not_heard: Iterable[int]) -> Verdict:
@@ -94,9 +119,9 @@ def decision_document(engine: Engine, round_: Round, verdict: Verdict) -> str:
         "mode": round_.mode,
         "launch": round_.launch.model_dump(),
         "layout": round_.layout.model_dump(mode="json"),
-        "inputs_digest": inputs_digest(round_.layout, round_.planned),
+        "inputs_digest": inputs_digest(round_.layout, round_.planned, round_.groups),
         "faults": faults(round_.touches),
-        "verdict": verdict.fields(),
+        "verdict": verdict.document(),
     }
     if verdict.plan is not None:
         document["plan"] = verdict.plan
@@ -117,16 +142,17 @@ def outcome_document(engine: Engine, round_: Round, verdict: Verdict) -> str:
     ).decode()
 
 
-def inputs_digest(layout: Layout, reports: Reports) -> str:
-    """`sha256:HEX` of the canonical `{layout, reports: {rank: report as planned}}`."""
-    return canonical.digest(
-        canonical.canonical(
-            {
-                "layout": layout.model_dump(mode="json"),
-                "reports": {str(rank): report_document(r) for rank, r in reports.items()},
-            }
-        )
-    )
+def inputs_digest(
+    layout: Layout, reports: Reports, groups: Mapping[int, Groups] | None = None
+) -> str:
+    """`sha256:HEX` of the canonical `{layout, groups?, reports: {rank: report as planned}}`."""
+    document: dict[str, Any] = {
+        "layout": layout.model_dump(mode="json"),
+        "reports": {str(rank): report_document(r) for rank, r in reports.items()},
+    }
+    if groups:
+        document["groups"] = {str(rank): g.model_dump() for rank, g in groups.items()}
+    return canonical.digest(canonical.canonical(document))
 
 
 def report_document(report: Report) -> dict[str, Any]:
@@ -155,7 +181,7 @@ def bounded(causes: Sequence[Cause]) -> tuple[list[dict[str, Any]], int]:
     return shown, len(causes) - len(shown)
 
 
-def _cause(finding: Finding, hosts: dict[int, str]) -> Cause:
+def _cause(finding: Finding, hosts: Mapping[int, str]) -> Cause:
     return Cause(
         code=finding.code,
         ranks=finding.ranks,

@@ -8,7 +8,7 @@ from typing import Any
 from coordinator.engine import Engine, Round
 from coordinator.verdict import faults
 from kvaccord.canonical import digest
-from kvaccord.plan import page_count
+from kvaccord.room import page_count
 
 
 def budget_row(engine: Engine) -> dict[str, Any]:
@@ -62,19 +62,30 @@ def last_word(round_: Round) -> dict[str, Any]:
 def agreed(round_: Round) -> dict[str, Any]:
     """The numbers that every rank of a PASSED round was given."""
     document = json.loads(round_.decision)
+    entry_bytes = {
+        rank: shape["entry_bytes"]
+        for shape in document["plan"]["shapes"]
+        for rank in shape["ranks"]
+    }
     return {
         "round": round_.number,
         "digest": digest(round_.decision),
         "layout": document["layout"],
         "faults": document["faults"],
-        "schedulers": [_scheduler(round_, row) for row in document["plan"]["schedulers"]],
+        "warnings": document["verdict"]["warnings"],
+        "capacities": document["plan"]["capacities"],
+        "schedulers": [
+            _scheduler(round_, row, entry_bytes) for row in document["plan"]["schedulers"]
+        ],
     }
 
 
-def _scheduler(round_: Round, row: dict[str, Any]) -> dict[str, Any]:
+def _scheduler(
+    round_: Round, row: dict[str, Any], entry_bytes: dict[int, dict[str, int]]
+) -> dict[str, Any]:
     counts = [page_count(round_.planned[r]) for r in row["ranks"] if round_.planned[r].has_page]
     return {
-        "dp": row["dp"],
+        **{place: row[place] for place in ("dp", "group") if place in row},
         "ranks": row["ranks"],
         "entries": row["entries"],
         "binding": row["binding"],
@@ -83,7 +94,8 @@ def _scheduler(round_: Round, row: dict[str, Any]) -> dict[str, Any]:
             for group in row["budget_groups"]
         ],
         "bytes_by_rank": {
-            str(share["rank"]): sum(share["reserved_bytes"].values()) for share in row["by_rank"]
+            str(rank): sum(row["entries"][name] * n for name, n in entry_bytes[rank].items())
+            for rank in row["ranks"]
         },
         "spread_entries": max(counts) - min(counts) if counts else 0,
         "stranded_bytes": sum(share["stranded_bytes"] for share in row["by_rank"]),

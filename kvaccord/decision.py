@@ -88,10 +88,17 @@ class Decision(Frozen):
 
     def entries(self, rank: int) -> dict[str, int]:
         """Agreed entries per cache class for one rank. Empty when the verdict is FAILED."""
-        for row in self.document.get("plan", {}).get("schedulers", ()):
+        plan = self.document.get("plan", {})
+        for row in plan.get("schedulers", ()):
             if rank in row["ranks"]:
-                mine = next(line for line in row["by_rank"] if line["rank"] == rank)
-                return {name: row["entries"][name] for name in mine["entry_bytes"]}
+                return {name: row["entries"][name] for name in self.entry_bytes(rank)}
+        return {}
+
+    def entry_bytes(self, rank: int) -> dict[str, int]:
+        """Bytes of an entry of each class of one rank. Empty when the verdict is FAILED."""
+        for shape in self.document.get("plan", {}).get("shapes", ()):
+            if rank in shape["ranks"]:
+                return dict(shape["entry_bytes"])
         return {}
 
 

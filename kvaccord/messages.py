@@ -18,7 +18,7 @@ from pydantic import (
 
 from kvaccord.canonical import INT_LIMIT
 from kvaccord.faulty import impossible
-from kvaccord.layout import MAX_WORLD, Layout
+from kvaccord.layout import MAX_WORLD, Groups, Layout
 
 PROTOCOL = 1
 
@@ -187,6 +187,8 @@ class Report(Message):
     inputs: OpenMap | None = None  # must be equal over the engine
     inputs_stage: OpenMap | None = None  # must be equal over a PP stage
     local_count: Positive | None = None  # processes of this engine that share the device
+    # Other resources (host tier, disk); a rank without one that its peers have says 0.
+    capacities: Annotated[dict[Name, Bytes], Field(max_length=32)] | None = None
     classes: Annotated[tuple[CacheClass, ...], Field(min_length=1, max_length=32)]
     parts: OpenMap | None = None  # explains the numbers; changes none
 
@@ -284,6 +286,7 @@ class Join(Message):
 
     ranks: Annotated[tuple[Rank, ...], Field(min_length=1, max_length=MAX_WORLD)]
     layout: Layout = Layout()
+    groups: dict[RankKey, Groups] | None = None  # of each of its ranks, where they are no grid
     nonce: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:-]{8,64}$")]
     launch: Launch
     protocol: Positive = PROTOCOL
@@ -309,6 +312,13 @@ class Join(Message):
         if twice := [rank for rank, count in Counter(self.ranks).items() if count > 1]:
             raise impossible(
                 "ranks", twice[0], f"rank {twice[0]} is named twice; name each rank once"
+            )
+        if self.groups is not None and (odd := set(self.ranks) ^ self.groups.keys()):
+            raise impossible(
+                "groups",
+                min(odd),
+                f"groups must name exactly the ranks of the join, and rank {min(odd)} stands in one"
+                " of the two alone; give each rank its groups, or none of them",
             )
         return self
 

@@ -10,15 +10,39 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvaccord.layout import Layout, named
-from kvaccord.messages import CacheClass, Report
+from kvaccord.layout import BudgetGroup, Groups, Layout, SchedulerGroup, named, scheduler_groups
+from kvaccord.messages import Report
+from kvaccord.peers import Notice, Peers, Spread, spreads, warnings
+from kvaccord.room import Needs, Reports, available_bytes, needs, page_count, pages_in, size
 
-Reports = Mapping[int, Report]
+__all__ = [
+    "Finding",
+    "Needs",
+    "Notice",
+    "Planned",
+    "Reports",
+    "agreed_sentence",
+    "available_bytes",
+    "differing_maps",
+    "disagreeing_groups",
+    "disagreements",
+    "first_keys",
+    "needs",
+    "page_count",
+    "plan",
+    "plan_document",
+]
 
-SHOWN_KEYS, SHOWN_VALUES = 32, 8
+SHOWN_KEYS, SHOWN_VALUES, SHOWN_HOSTS = 32, 8, 8
 # What the same start would meet again.
 NOT_RETRYABLE = frozenset(
-    {"state_floor_exceeds_budget", "does_not_fit", "inputs_disagree", "implausible_report"}
+    {
+        "state_floor_exceeds_budget",
+        "does_not_fit",
+        "inputs_disagree",
+        "implausible_report",
+        "spread_too_wide",
+    }
 )
 
 
@@ -40,11 +64,10 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class BudgetGroup:
-    """The published minima of the ranks that share dp and pp, bytes."""
+class BudgetMinima:
+    """The published minima of one budget group, bytes."""
 
-    pp: int
-    ranks: range
+    group: BudgetGroup
     free_bytes: int
     budget_bytes: int
     available_bytes: int
@@ -64,109 +87,129 @@ class RankShare:
 
 @dataclass(frozen=True)
 class SchedulerPlan:
-    """Entry counts of one scheduler group, and who bound them."""
+    """Entry counts of one scheduler group, and who bound them.
 
-    dp: int
-    ranks: range
+    binding: the ranks of the group that bind a class, or the lowest one elsewhere that does.
+    """
+
+    group: SchedulerGroup
     entries: dict[str, int]
     binding: dict[str, tuple[int, ...]]
-    budget_groups: tuple[BudgetGroup, ...]
+    budget_groups: tuple[BudgetMinima, ...]
     by_rank: tuple[RankShare, ...]
 
 
 @dataclass(frozen=True)
+class Capacity:
+    """What every rank has of another resource, and the ranks that have no more."""
+
+    bytes: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Planned:
-    """Either findings, earliest planner step first, or a plan; never both."""
+    """Either findings, earliest planner step first, or a plan; never both. Warnings with either."""
 
     findings: tuple[Finding, ...] = ()
     schedulers: tuple[SchedulerPlan, ...] = ()
+    capacities: dict[str, Capacity] = field(default_factory=dict)
+    warnings: tuple[Notice, ...] = ()
 
 
-@dataclass
-class _Needs:
-    """The classes of one rank, with declarations of one name added up."""
-
-    page: CacheClass | None = None
-    page_bytes: int = 0
-    page_min: int = 0
-    page_max: int | None = None
-    state_bytes: dict[str, int] = field(default_factory=dict)
-    state_entries: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def floor_bytes(self) -> int:
-        return sum(self.state_bytes[name] * n for name, n in self.state_entries.items())
-
-
-def available_bytes(report: Report) -> int:
-    """What the classes may share on one rank; negative when nothing is left."""
-    return min(report.kv_budget_bytes, report.free_bytes) - report.reserve_bytes
-
-
-def needs(report: Report) -> _Needs:
-    """Add up one rank's declarations: a draft model's KV rides the target's blocks."""
-    total = _Needs()
-    for c in report.classes:
-        if c.kind == "page":
-            total.page = total.page or c
-            total.page_bytes += c.entry_bytes
-            total.page_min = max(total.page_min, c.min_entries or 0)
-            limits = [n for n in (total.page_max, c.max_entries) if n is not None]
-            total.page_max = min(limits, default=None)
-        else:
-            total.state_bytes[c.name] = total.state_bytes.get(c.name, 0) + c.entry_bytes
-            total.state_entries[c.name] = report.max_num_seqs * c.entries_per_req + c.extra_entries
-    return total
-
-
-def page_count(report: Report) -> int:
-    """Entries that fit on one rank once its state classes are reserved; 0 where nothing is left.
-
-    Source: ATOM `plan_pools`; vLLM `get_num_blocks`; SGLang `calculate_pool_sizes`.
-    """
-    need = needs(report)
-    if need.page is None:
-        return 0
-    count = max(0, available_bytes(report) - need.floor_bytes) // need.page_bytes
-    if need.page_max is not None:
-        count = min(count, need.page_max)
-    return count // need.page.multiple_of * need.page.multiple_of
-
-
-def plan(layout: Layout, reports: Reports) -> Planned:
+def plan(
+    layout: Layout,
+    reports: Reports,
+    groups: Mapping[int, Groups] | None = None,
+    *,
+    spread_limit: float | None = None,
+) -> Planned:
     """Plan an engine from one report of every rank.
+
+    groups: those that ranks name themselves. spread_limit: a spread over this share of the roomiest
+    rank's is no plan (`spread_too_wide`).
 
     Every broken rule is found, not only the first: whoever mends one should not meet the next one
     at the next start. The order of the findings is the order of precedence.
     """
     assert reports.keys() == set(range(layout.world_size)), "one report of every rank"
+    # A rank whose reading is wrong, or that has nothing, fails the later steps by that alone.
+    implausible = list(_implausible(reports))
+    read = _without(reports, implausible)
+    nothing_free = list(_nothing_free(read))
     findings = [
-        *disagreements(layout, reports),
-        *_implausible(reports),
-        *_nothing_free(reports),
-        *_floors(reports),
+        *disagreements(layout, reports, groups),
+        *implausible,
+        *_in_order([*nothing_free, *_request_exceeds_free(read)]),
+        *_floors(_without(read, nothing_free)),
     ]
+    if groups and disagreeing_groups(_by_rank(layout, groups)):
+        return Planned(findings=tuple(findings), warnings=warnings(reports, ()))
+    schedulers = scheduler_groups(layout, groups)
+    peers = _peers(layout, schedulers)
+    counts = [_counts(each.ranks, reports) for each in peers]
+    apart = spreads(peers, reports)
+    if not findings:
+        findings = [*_too_few(counts, reports), *_too_wide(apart, spread_limit)]
+    elif {finding.code for finding in findings} == {"state_floor_exceeds_budget"}:
+        findings += _too_few_without_state(peers, reports)
+    noticed = warnings(reports, apart)
     if findings:
-        return Planned(findings=tuple(findings))
-    counts = _agree(layout, reports)
-    if findings := _too_few(layout, reports, counts):
-        return Planned(findings=tuple(findings))
-    return Planned(schedulers=tuple(_rows(layout, reports, counts)))
+        return Planned(findings=tuple(findings), warnings=noticed)
+    return Planned(
+        schedulers=tuple(_rows(schedulers, reports, counts)),
+        capacities=_capacities(reports),
+        warnings=noticed,
+    )
+
+
+def _peers(layout: Layout, schedulers: Sequence[SchedulerGroup]) -> list[Peers]:
+    """The ranks whose counts must be equal: those of a scheduler, or all under equal_over."""
+    if layout.equal_over:
+        every = tuple(group for row in schedulers for group in row.budget_groups)
+        return [Peers(range(layout.world_size), every)]
+    return [Peers(row.ranks, row.budget_groups) for row in schedulers]
+
+
+def _by_rank(layout: Layout, groups: Mapping[int, Groups]) -> dict[int, Groups | None]:
+    return {rank: groups.get(rank) for rank in range(layout.world_size)}
 
 
 # --- what must be equal -------------------------------------------------------------------------
 
 
-def disagreements(layout: Layout, reports: Reports) -> list[Finding]:
+def disagreements(
+    layout: Layout, reports: Reports, groups: Mapping[int, Groups] | None = None
+) -> list[Finding]:
     """Values that must be equal and are not: over the engine, and `inputs_stage` over a stage."""
     found: list[Finding] = []
+    stages: Sequence[Sequence[int]] = layout.groups_along("dp", "pcp", "tp")
+    if groups:
+        found += disagreeing_groups(_by_rank(layout, groups))
+        # Named groups have no stages; a budget group lies within one.
+        rows = () if found else scheduler_groups(layout, groups)
+        stages = [group.ranks for row in rows for group in row.budget_groups]
     for key in ("max_num_seqs", "max_model_len", "block_tokens"):
         found += _differing(key, {r: getattr(reports[r], key) for r in reports})
     found += differing_maps("inputs", {r: reports[r].inputs for r in reports})
-    for pp in range(layout.pp):
-        stage = [r for r in reports if layout.coordinates(r).pp == pp]
+    for stage in stages:
         found += differing_maps("inputs_stage", {r: reports[r].inputs_stage for r in stage})
-    return first_keys([*found, *_differing_classes(reports)])
+    return first_keys([*found, *_differing_classes(reports), *_differing_capacities(reports)])
+
+
+def disagreeing_groups(groups: Mapping[int, Groups | None]) -> list[Finding]:
+    """What is wrong with the groups that these ranks name (None: names none).
+
+    All do or none, and a budget group lies within one scheduler group.
+    """
+    found = _differing("groups", {r: "named" if g else None for r, g in groups.items()})
+    schedulers: dict[str, dict[int, str]] = defaultdict(dict)
+    for rank, each in groups.items():
+        if each:
+            schedulers[each.budget][rank] = each.scheduler
+    for budget in sorted(schedulers):
+        found += _differing(f"the scheduler group of budget group {budget}", schedulers[budget])
+    return found
 
 
 def first_keys(found: Sequence[Finding]) -> list[Finding]:
@@ -206,6 +249,13 @@ def _differing_classes(reports: Reports) -> Iterable[Finding]:
     yield from _differing("classes, the page class", pages)
 
 
+def _differing_capacities(reports: Reports) -> Iterable[Finding]:
+    # A rank that lacks a tier cannot keep what its peers keep there: it must say 0.
+    for name in sorted({name for r in reports.values() for name in r.capacities or ()}):
+        said = {r: "present" if name in (reports[r].capacities or ()) else None for r in reports}
+        yield from _differing(f"capacities.{name}", said)
+
+
 def _differing(key: str, said: Mapping[int, object]) -> list[Finding]:
     by_value: dict[tuple[type, object], list[int]] = defaultdict(list)
     for rank in sorted(said):
@@ -213,17 +263,16 @@ def _differing(key: str, said: Mapping[int, object]) -> list[Finding]:
         by_value[(type(said[rank]), said[rank])].append(rank)
     if len(by_value) < 2:
         return []
+    # The odd ones are blamed; of two halves those that do not hold the lowest rank.
     groups = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1]))
-    most = len(groups[0][1])
-    odd = sorted(r for _, ranks in groups if len(ranks) < most for r in ranks)
+    odd = sorted(rank for _, ranks in groups[1:] for rank in ranks)
     values = [f"{_shown(value)} on {named(ranks)}" for (_, value), ranks in groups[:SHOWN_VALUES]]
     if len(groups) > SHOWN_VALUES:
         values.append(f"{len(groups) - SHOWN_VALUES} more values")
-    ranks = odd or sorted(said)
     return [
         Finding(
             "inputs_disagree",
-            tuple(ranks),
+            tuple(odd),
             f"{key} differs: {', '.join(values)}; start every rank with the same settings and"
             " version",
         )
@@ -265,22 +314,36 @@ def _implausible(reports: Reports) -> Iterable[Finding]:
             )
 
 
+def _without(reports: Reports, findings: Iterable[Finding]) -> Reports:
+    found = {rank for finding in findings for rank in finding.ranks}
+    return {rank: report for rank, report in reports.items() if rank not in found}
+
+
+def _in_order(findings: list[Finding]) -> list[Finding]:
+    return sorted(findings, key=lambda finding: finding.ranks[0])
+
+
 def _nothing_free(reports: Reports) -> Iterable[Finding]:
     for rank in sorted(reports):
         r = reports[rank]
-        if r.free_bytes - r.reserve_bytes <= 0 and not (r.free_bytes == 0 and r.total_bytes):
+        if r.free_bytes - r.reserve_bytes <= 0:
             yield Finding(
                 "reserve_exceeds_free" if r.reserve_bytes else "no_free_memory",
                 (rank,),
-                f"free_bytes {_size(r.free_bytes)} minus reserve_bytes {_size(r.reserve_bytes)}"
+                f"free_bytes {size(r.free_bytes)} minus reserve_bytes {size(r.reserve_bytes)}"
                 " leaves nothing; free memory on this device or lower the reserve",
             )
+
+
+def _request_exceeds_free(reports: Reports) -> Iterable[Finding]:
+    for rank in sorted(reports):
+        r = reports[rank]
         wanted, free = r.requested_bytes, r.initial_free_bytes
         if wanted is not None and free is not None and free < wanted:
             yield Finding(
                 "request_exceeds_free",
                 (rank,),
-                f"{_size(wanted)} are requested and {_size(free)} were free when the process"
+                f"{size(wanted)} are requested and {size(free)} were free when the process"
                 " began; stop what else holds memory on this device or request a smaller share",
             )
 
@@ -298,105 +361,108 @@ def _floors(reports: Reports) -> Iterable[Finding]:
             yield Finding(
                 "state_floor_exceeds_budget",
                 (rank,),
-                f"the state classes need {_size(need.floor_bytes)} ({wants}) of"
-                f" {_size(available)} available and leave nothing; lower max_num_seqs"
+                f"the state classes need {size(need.floor_bytes)} ({wants}) of"
+                f" {size(available)} available and leave nothing; lower max_num_seqs"
                 f" {reports[rank].max_num_seqs} or free memory",
             )
 
 
-def _agree(layout: Layout, reports: Reports) -> dict[int, dict[int, int]]:
-    """Each rank's own page count, by scheduler group: {dp: {rank: count}}.
-
-    Divide per rank, then take the minimum: stages differ in bytes per entry.
-    """
-    return {
-        dp: {
-            rank: page_count(reports[rank])
-            for rank in layout.scheduler_group(dp)
-            if reports[rank].has_page
-        }
-        for dp in range(layout.dp)
-    }
+def _counts(ranks: Iterable[int], reports: Reports) -> dict[int, int]:
+    """Each rank's own page count: divide per rank first, for stages differ in bytes per entry."""
+    return {rank: page_count(reports[rank]) for rank in ranks if reports[rank].has_page}
 
 
-def _too_few(layout: Layout, reports: Reports, counts: dict[int, dict[int, int]]) -> list[Finding]:
-    found: list[Finding] = []
-    for group in _joined(layout, counts):
+def _too_few(counts: Iterable[dict[int, int]], reports: Reports) -> Iterable[Finding]:
+    for group in counts:
         wanted = max((max(needs(reports[rank]).page_min, 1) for rank in group), default=0)
         short = sorted((group[rank], available_bytes(reports[rank]), rank) for rank in group)
         for count, available, rank in [s for s in short if s[0] < wanted]:
             need = needs(reports[rank])
             assert need.page is not None, "a counted rank has a page class"
             capped = need.page_max is not None and count + need.page.multiple_of > need.page_max
-            found.append(
-                Finding(
-                    "does_not_fit",
-                    (rank,),
-                    f"room for {count} entries of {need.page.name!r} ({need.page_bytes} bytes"
-                    f" each) in {_size(available)} available"
-                    + (f" less {_size(need.floor_bytes)} of state" if need.state_entries else "")
-                    + f", and at least {wanted} are needed; "
-                    + (
-                        f"raise max_entries {need.page_max}"
-                        if capped
-                        else _more_room(need, wanted, available)
-                    ),
-                )
+            yield Finding(
+                "does_not_fit",
+                (rank,),
+                f"room for {count} entries of {need.page.name!r} ({need.page_bytes} bytes"
+                f" each) in {size(available)} available"
+                + (f" less {size(need.floor_bytes)} of state" if need.state_entries else "")
+                + f", and at least {wanted} are needed; "
+                + (
+                    f"raise max_entries {need.page_max}"
+                    if capped
+                    else _more_room(need, wanted, available)
+                ),
             )
-    return found
 
 
-def _more_room(need: _Needs, wanted: int, available: int) -> str:
+def _too_few_without_state(peers: Iterable[Peers], reports: Reports) -> Iterable[Finding]:
+    """Ranks whose own `min_entries` do not even fit without the state: a second broken limit."""
+    for rank in sorted(rank for each in peers for rank in each.ranks):
+        need, available = needs(reports[rank]), available_bytes(reports[rank])
+        if need.page and need.state_entries and pages_in(need, available) < need.page_min:
+            yield Finding(
+                "does_not_fit",
+                (rank,),
+                f"{need.page_min} entries of {need.page.name!r} ({need.page_bytes} bytes each) are"
+                f" needed, and without any state {pages_in(need, available)} fit in"
+                f" {size(available)} available; {_more_room(need, need.page_min, available)}",
+            )
+
+
+def _more_room(need: Needs, wanted: int, available: int) -> str:
     assert need.page is not None, "asked for a rank with a page class"
     whole = -(-wanted // need.page.multiple_of) * need.page.multiple_of
     missing = whole * need.page_bytes + need.floor_bytes - available
-    return f"give this rank {_size(missing)} more or ask for less"
+    return f"give this rank {size(missing)} more or ask for less"
 
 
-def _joined(layout: Layout, counts: dict[int, dict[int, int]]) -> Sequence[dict[int, int]]:
-    """The groups whose counts must be equal: one per scheduler, or all under equal_over."""
-    if "dp" not in layout.equal_over:
-        return list(counts.values())
-    return [{rank: n for group in counts.values() for rank, n in group.items()}]
+def _too_wide(apart: Iterable[Spread], limit: float | None) -> Iterable[Finding]:
+    for spread in apart:
+        if limit is not None and spread.exceeds(limit):
+            yield Finding(
+                "spread_too_wide",
+                spread.ranks,
+                f"{spread.text}; the policy's spread_limit is {limit:.1%}",
+            )
 
 
 def _rows(
-    layout: Layout, reports: Reports, counts: dict[int, dict[int, int]]
+    schedulers: Sequence[SchedulerGroup], reports: Reports, counts: Sequence[dict[int, int]]
 ) -> Iterable[SchedulerPlan]:
-    joined = _joined(layout, counts)
-    for dp in range(layout.dp):
-        ranks = layout.scheduler_group(dp)
-        fits = joined[dp if len(joined) == layout.dp else 0]
+    for index, group in enumerate(schedulers):
+        fits = counts[index if len(counts) == len(schedulers) else 0]
+        agreed = min(fits.values(), default=0)
         entries: dict[str, int] = {}
         binding: dict[str, tuple[int, ...]] = {}
-        agreed = min(fits.values(), default=0)
-        for rank in ranks:
+        for rank in group.ranks:
             need = needs(reports[rank])
             entries |= need.state_entries
-            if need.page is not None:
+            if need.page is not None and need.page.name not in entries:
                 entries[need.page.name] = agreed
-                binding[need.page.name] = tuple(r for r in sorted(fits) if fits[r] == agreed)
+                binding[need.page.name] = _binding(group.ranks, fits, agreed)
         yield SchedulerPlan(
-            dp=dp,
-            ranks=ranks,
+            group=group,
             entries=entries,
             binding=binding,
-            budget_groups=tuple(_budget_group(layout, dp, pp, reports) for pp in range(layout.pp)),
-            by_rank=tuple(_share(rank, reports[rank], entries) for rank in ranks),
+            budget_groups=tuple(_minima(each, reports) for each in group.budget_groups),
+            by_rank=tuple(_share(rank, reports[rank], entries) for rank in group.ranks),
         )
 
 
-def _budget_group(layout: Layout, dp: int, pp: int, reports: Reports) -> BudgetGroup:
-    ranks = layout.budget_group(dp, pp)
+def _binding(ranks: Iterable[int], fits: Mapping[int, int], agreed: int) -> tuple[int, ...]:
+    # Each row lists its own, so that a thousand equal rows do not list a thousand ranks each.
+    here = tuple(rank for rank in ranks if fits.get(rank) == agreed)
+    return here or (min(rank for rank in fits if fits[rank] == agreed),)
 
+
+def _minima(group: BudgetGroup, reports: Reports) -> BudgetMinima:
     def least(of: Callable[[Report], int]) -> int:
-        return min(of(reports[r]) for r in ranks)
+        return min(of(reports[r]) for r in group.ranks)
 
-    binding = min(ranks, key=lambda r: (available_bytes(reports[r]), r))
+    binding = min(group.ranks, key=lambda r: (available_bytes(reports[r]), r))
     bound = reports[binding]
-    return BudgetGroup(
-        pp=pp,
-        ranks=ranks,
+    return BudgetMinima(
+        group=group,
         free_bytes=least(lambda r: r.free_bytes),
         budget_bytes=least(lambda r: r.kv_budget_bytes),
         available_bytes=least(available_bytes),
@@ -406,36 +472,41 @@ def _budget_group(layout: Layout, dp: int, pp: int, reports: Reports) -> BudgetG
 
 
 def _share(rank: int, report: Report, entries: Mapping[str, int]) -> RankShare:
-    need = needs(report)
-    each = dict(need.state_bytes)
-    if need.page is not None:
-        each[need.page.name] = need.page_bytes
-    reserved = {name: entries[name] * size for name, size in each.items()}
+    each = needs(report).entry_bytes
+    reserved = {name: entries[name] * bytes_ for name, bytes_ in each.items()}
     return RankShare(rank, each, reserved, available_bytes(report) - sum(reserved.values()))
+
+
+def _capacities(reports: Reports) -> dict[str, Capacity]:
+    """The minimum of every other resource over the engine: nobody counts on more than all have."""
+    found = {}
+    for name in sorted({name for r in reports.values() for name in r.capacities or ()}):
+        have = {rank: (reports[rank].capacities or {})[name] for rank in sorted(reports)}
+        least = min(have.values())
+        found[name] = Capacity(least, tuple(rank for rank in have if have[rank] == least))
+    return found
 
 
 # --- as a document ------------------------------------------------------------------------------
 
 
 def plan_document(planned: Planned, hosts: Mapping[int, str]) -> dict[str, Any]:
-    """The plan as it stands in a decision: integers, names and lists only."""
+    """The plan as it stands in a decision: integers, names and lists only.
+
+    Bytes of an entry are the same on many ranks, so they stand once per shape; what a rank
+    reserves of a class is its row's entries times its shape's bytes.
+    """
     return {
         "schedulers": [
             {
-                "dp": row.dp,
-                "ranks": list(row.ranks),
+                **_place("dp", row.group.at),
+                "ranks": list(row.group.ranks),
                 "entries": row.entries,
-                "binding": {
-                    name: {
-                        "ranks": list(ranks),
-                        "hosts": sorted({hosts[r] for r in ranks if r in hosts}),
-                    }
-                    for name, ranks in row.binding.items()
-                },
+                "binding": {name: _bound_by(ranks, hosts) for name, ranks in row.binding.items()},
                 "budget_groups": [
                     {
-                        "pp": g.pp,
-                        "ranks": list(g.ranks),
+                        **_place("pp", g.group.at),
+                        "ranks": list(g.group.ranks),
                         "free_bytes": g.free_bytes,
                         "budget_bytes": g.budget_bytes,
                         "available_bytes": g.available_bytes,
@@ -445,18 +516,33 @@ def plan_document(planned: Planned, hosts: Mapping[int, str]) -> dict[str, Any]:
                     for g in row.budget_groups
                 ],
                 "by_rank": [
-                    {
-                        "rank": s.rank,
-                        "entry_bytes": s.entry_bytes,
-                        "reserved_bytes": s.reserved_bytes,
-                        "stranded_bytes": s.stranded_bytes,
-                    }
-                    for s in row.by_rank
+                    {"rank": s.rank, "stranded_bytes": s.stranded_bytes} for s in row.by_rank
                 ],
             }
             for row in planned.schedulers
-        ]
+        ],
+        "shapes": _shapes(share for row in planned.schedulers for share in row.by_rank),
+        "capacities": {
+            name: {"bytes": c.bytes, **_bound_by(c.ranks, hosts)}
+            for name, c in planned.capacities.items()
+        },
     }
+
+
+def _place(axis: str, at: int | str) -> dict[str, Any]:
+    return {axis if isinstance(at, int) else "group": at}
+
+
+def _bound_by(ranks: Sequence[int], hosts: Mapping[int, str]) -> dict[str, Any]:
+    named_hosts = list(dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts))
+    return {"ranks": list(ranks), "hosts": named_hosts[:SHOWN_HOSTS]}
+
+
+def _shapes(shares: Iterable[RankShare]) -> list[dict[str, Any]]:
+    alike: dict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
+    for share in sorted(shares, key=lambda share: share.rank):
+        alike[tuple(sorted(share.entry_bytes.items()))].append(share.rank)
+    return [{"ranks": ranks, "entry_bytes": dict(each)} for each, ranks in alike.items()]
 
 
 def agreed_sentence(planned: Planned) -> str:
@@ -467,11 +553,9 @@ def agreed_sentence(planned: Planned) -> str:
         bound = "; ".join(
             f"{name} bound by {named(ranks)}" for name, ranks in sorted(row.binding.items())
         )
-        where = f"dp {row.dp}: " if len(planned.schedulers) > 1 else ""
+        at = row.group.at
+        where = f"{'dp' if isinstance(at, int) else 'group'} {at}: "
+        where = where if len(planned.schedulers) > 1 else ""
         rows.append(f"{where}{counts} entries" + (f", {bound}" if bound else ""))
     shown = " | ".join(rows[:4]) + (f" | {len(rows) - 4} more" if len(rows) > 4 else "")
     return f"every rank builds {shown}"
-
-
-def _size(n: int) -> str:
-    return f"{n} bytes ({n / 2**30:.2f} GiB)"

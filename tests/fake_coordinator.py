@@ -7,6 +7,7 @@ import json
 import queue
 import re
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -32,6 +33,7 @@ CLAIMED = {
     "remaining_s": 30,
 }
 WAITING = {"missing": [{"rank": 1}], "remaining_s": 20}
+FITS = {"fits": True, "code": "fits", "ranks": []}
 CUT = object()
 
 
@@ -59,9 +61,11 @@ class FakeCoordinator(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.url = f"http{'s' if tls else ''}://127.0.0.1:{self.server_address[1]}"
+        if tls:
+            self.socket = tls.wrap_socket(self.socket, server_side=True)
         self.answers: dict[str, Any] = {
             "join": (200, {"attempt": 1, "token": "t0k3n", "patience_s": 90}),
             "claim": (200, CLAIMED),
@@ -70,7 +74,11 @@ class FakeCoordinator(ThreadingHTTPServer):
             "applied": (200, an_outcome()),
             "veto": (202, WAITING),
             "leave": (202, WAITING),
+            "phase": (204, b""),
+            "serving": (200, {"standing": "whole", "ranks": []}),
+            "check": (200, FITS),
         }
+        self.headers: dict[str, dict[str, str]] = {}  # word -> more headers of its answer
         self.told: list[tuple[str, dict[str, str], Any]] = []
         self.events: queue.Queue[Any] = queue.Queue()
         self.attached = threading.Semaphore(0)
@@ -103,6 +111,8 @@ class Handler(BaseHTTPRequestHandler):
         if answer is None:
             threading.Event().wait(30)
             return
+        if callable(answer):
+            answer = answer()
         status, document = answer
         if word == "session" and status == 200:
             self.stream()
@@ -113,6 +123,8 @@ class Handler(BaseHTTPRequestHandler):
             document = document.body
         elif not isinstance(document, bytes):
             document = json.dumps(document).encode()
+        for name, value in self.server.headers.get(word, {}).items():
+            self.send_header(name, value)
         self.send_header("Content-Length", str(len(document)))
         self.end_headers()
         self.wfile.write(document)
@@ -134,12 +146,16 @@ class Handler(BaseHTTPRequestHandler):
         while True:
             with contextlib.suppress(queue.Empty):
                 return self.server.events.get(timeout=0.05)
+            if isinstance(self.connection, ssl.SSLSocket):
+                continue  # it cannot be peeked into
             self.connection.setblocking(False)
             try:
                 if self.connection.recv(1, socket.MSG_PEEK) == b"":
                     return CUT
             except BlockingIOError:
                 pass
+            except OSError:
+                return CUT
             finally:
                 self.connection.setblocking(True)
 
@@ -147,8 +163,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def fake_coordinator() -> Iterator[FakeCoordinator]:
-    with FakeCoordinator() as server:
+def fake_coordinator(tls: ssl.SSLContext | None = None) -> Iterator[FakeCoordinator]:
+    with FakeCoordinator(tls) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         thread.start()
         try:

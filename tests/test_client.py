@@ -15,7 +15,7 @@ from kvaccord.layout import Layout
 from kvaccord.messages import page
 from tests.fake_coordinator import REPORT, WAITING, a_decision, an_outcome, fake_coordinator
 from worker_client import Agreed, Rendezvous
-from worker_client.client import cause_text, first_cause
+from worker_client.causes import cause_text, first_cause
 
 PAIR = Layout(tp=2)
 BUILT = {"kv": 8, "s": 2}
@@ -195,8 +195,8 @@ def test_the_engines_own_random_numbers_are_left_alone(server):
 def test_a_decision_that_came_while_the_engine_was_busy_is_raised_by_the_next_call(server):
     rdzv = joined(server)
     server.push("decision", a_decision("FAILED").body)
-    assert rdzv._session is not None
-    rdzv._session._thread.join(5.0)
+    assert rdzv._line.session is not None
+    rdzv._line.session._thread.join(5.0)
     with pytest.raises(Failed), rdzv:
         rdzv.report(REPORT)
     assert "reports" not in server.words()
@@ -231,8 +231,10 @@ print("joined")
 # What cannot be true is said before anything is sent
 
 
-def test_many_ranks_without_a_coordinator_are_refused():
-    with pytest.raises(Invalid, match="KVACCORD_URL"):
+@pytest.mark.parametrize("mode", ["enforce", "observe"])
+def test_many_ranks_without_a_coordinator_are_refused_where_a_mode_asks_for_one(monkeypatch, mode):
+    monkeypatch.setenv("KVACCORD_MODE", mode)
+    with pytest.raises(Invalid, match="set KVACCORD_URL"):
         Rendezvous.join(engine="e", ranks=[0], layout=PAIR, launch="job-1")
 
 

@@ -20,6 +20,7 @@ from kvaccord.messages import Join, Launch, Report, page
 from tests.fake_coordinator import CLAIMED, REPORT, WAITING, a_decision, an_outcome
 from worker_client import flow
 from worker_client.flow import Answer, Call, Hear, Seat, Sleep
+from worker_client.reading import problem_in
 
 SEAT = Seat(
     address="http://c:1",
@@ -364,5 +365,5 @@ def test_a_goodbye_to_nobody_ends_within_two_seconds():
 
 
 def test_an_unknown_problem_of_a_server_fault_may_go_away():
-    problem = flow.problem_in(503, b'{"code": "moving", "detail": "soon"}')
+    problem = problem_in(503, b'{"code": "moving", "detail": "soon"}')
     assert isinstance(problem, Unavailable)

@@ -25,6 +25,8 @@ from coordinator.events import (
     EngineName,
     Entry,
     Event,
+    Floor,
+    Kept,
     Objected,
     Opened,
     Reported,
@@ -38,6 +40,7 @@ from coordinator.events import (
 )
 from coordinator.logs import EngineLog, LogConflict, StoreUnreadable, open_log
 from coordinator.logs.sqlite import SqliteLog
+from coordinator.logs.sqlite_file import SCHEMA_VERSION
 from coordinator.policy import Policy
 from kvaccord import Layout, page, state
 from kvaccord.messages import Device
@@ -101,6 +104,8 @@ EVENTS: list[Event] = [
     Serving(round=1, attempt=1),
     Departed(round=1, attempt=1, why="left"),
     Retired(round=1, reason="moved"),
+    Kept(round=1, snapshot={"number": 1}),
+    Floor(rounds=(1,), last_attempt=7, left_runs={"run-0": 3}, reservations={}),
 ]
 
 
@@ -201,6 +206,84 @@ def test_an_engine_that_never_was_has_no_entries_and_no_name(opened):
         with pytest.raises(LogConflict):
             await log.append(LLAMA, an_entry(), n=5)
         assert await log.names() == []
+        await log.close()
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    ("below", "kept"), [(-1, [0, 1, 2]), (0, [0, 1, 2]), (1, [1, 2]), (2, [2]), (3, [2]), (9, [2])]
+)
+def test_what_is_dropped_is_gone_and_numbers_go_on(opened, below, kept):
+    async def story():
+        log = opened()
+        for n in range(3):
+            await log.append(LLAMA, an_entry(n), n=n)
+        await log.append(QWEN, an_entry(7), n=0)
+        for _ in range(2):  # to drop what is gone is nothing
+            await log.drop(LLAMA, below)
+        assert await log.first(LLAMA) == kept[0]
+        assert await log.read(LLAMA) == [an_entry(n) for n in kept]
+        for wrong in (0, 2, len(kept) if len(kept) < 3 else 5):
+            with pytest.raises(LogConflict, match="holds 3 entries, not"):
+                await log.append(LLAMA, an_entry(9), n=wrong)
+        await log.append(LLAMA, an_entry(3), n=3)
+        assert await log.read(LLAMA) == [an_entry(n) for n in [*kept, 3]]
+        assert (await log.read(QWEN), await log.first(QWEN)) == ([an_entry(7)], 0)
+        assert set(await log.names()) == {LLAMA, QWEN}
+        await log.close()
+
+    run(story())
+
+
+def test_of_an_engine_that_never_was_nothing_is_dropped(opened):
+    async def story():
+        log = opened()
+        await log.drop(LLAMA, 5)
+        assert await log.first(LLAMA) == 0
+        assert await log.names() == []
+        await log.append(LLAMA, an_entry(), n=0)
+        await log.close()
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    ("saved", "kept"),
+    [
+        ([(1, "gather", 2.5)], (1, "gather", 2.5)),
+        ([(1, "gather", 2.5), (1, "gather", 1.0)], (1, "gather", 2.5)),
+        ([(1, "gather", 9.0), (1, "report", 0.0)], (1, "report", 0.0)),
+        ([(1, "report", 0.5), (1, "gather", 9.0)], (1, "report", 0.5)),
+        ([(1, "apply", 0.5), (1, "report", 9.0)], (1, "apply", 0.5)),
+        ([(1, "apply", 9.0), (2, "gather", 0.0)], (2, "gather", 0.0)),
+        ([(10, "gather", 0.0), (9, "apply", 9.0)], (10, "gather", 0.0)),
+    ],
+)
+@pytest.mark.parametrize("at_once", [False, True])
+def test_of_what_has_elapsed_the_furthest_is_kept(opened, saved, kept, at_once):
+    async def story():
+        log = opened()
+        assert await log.elapsed(LLAMA) is None
+        await log.save_elapsed(QWEN, 1, "gather", 99.0)
+        saves = [log.save_elapsed(LLAMA, *each) for each in saved]
+        if at_once:
+            await asyncio.gather(*saves)
+        else:
+            for save in saves:
+                await save
+        assert await log.elapsed(LLAMA) == kept
+        assert await log.names() == []  # it is no entry
+        await log.close()
+
+    run(story())
+
+
+def test_a_store_may_be_closed_twice(opened):
+    async def story():
+        log = opened()
+        await log.append(LLAMA, an_entry(), n=0)
+        await log.close()
         await log.close()
 
     run(story())
@@ -407,7 +490,7 @@ def someone_elses_in_wal(path: Path) -> None:
 def a_newer_one(path: Path) -> None:
     filled(path)
     db = sqlite3.connect(path)
-    db.execute("pragma user_version = 2")
+    db.execute(f"pragma user_version = {SCHEMA_VERSION + 1}")
     db.close()
 
 
@@ -434,7 +517,7 @@ def one_with_a_torn_page(path: Path) -> None:
 REFUSED = [
     (someone_elses, "not a kvaccord store"),
     (someone_elses_in_wal, "not a kvaccord store"),
-    (a_newer_one, "written by another version of kvaccord"),
+    (a_newer_one, "written by a newer kvaccord"),
     (a_text, "no readable SQLite file"),
     (a_short_text, "no readable SQLite file"),
     (a_truncated_one, "no readable SQLite file"),
@@ -471,14 +554,6 @@ def test_a_refused_file_is_let_go(path):
     db.execute("insert into photos values (2, 'more')")
     db.close()
     assert kept
-
-
-def test_a_place_that_cannot_be_written_is_said(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(StoreUnreadable, match="check that its folder exists and is writable"):
-        SqliteLog(str(tmp_path / "file" / "kvaccord.db"))
-    with pytest.raises(StoreUnreadable, match="check that its folder exists and is writable"):
-        SqliteLog(str(tmp_path))
 
 
 def test_a_failed_append_leaves_the_store_usable(path):

@@ -169,7 +169,7 @@ def test_a_class_has_a_plain_name(name):
     ("model", "document"),
     [
         (Report, TRUE | {"free_byte": 1}),
-        (Report, TRUE | {"capacities": {}}),
+        (Report, TRUE | {"capacity": {}}),
         (Report, TRUE | {"classes": [KV | {"entries": 1}]}),
         (Join, a_join(0).model_dump() | {"rank": 0}),
         (Join, a_join(0).model_dump() | {"launch": {"run": "a", "attempt": 1}}),
@@ -342,3 +342,26 @@ def test_what_was_built_says_the_same_after_it_crossed_the_wire(built):
 )
 def test_a_digest_is_spelt_in_full(digest):
     refusal(Applied, {"digest": digest, "built": {}})
+
+
+# --- groups by name, capacities -----------------------------------------------------------------
+
+GROUPS = {"budget": "dp0.pp0", "scheduler": "dp0"}
+
+
+def test_a_join_names_the_groups_of_exactly_its_ranks():
+    layout = Layout(tp=4)
+    join = a_join(1, 3, layout=layout, groups={"1": GROUPS, "3": GROUPS})
+    assert join.groups is not None
+    assert join.groups[3].scheduler == "dp0"
+    assert Join.model_validate_json(join.model_dump_json()) == join
+    for ranks in ((), ("1",), ("1", "2"), ("1", "2", "3"), ("01", "3")):
+        with pytest.raises(ValidationError):
+            a_join(1, 3, layout=layout, groups=dict.fromkeys(ranks, GROUPS))
+
+
+def test_a_capacity_is_a_number_of_bytes_with_a_plain_name():
+    assert Report(**TRUE, capacities={"host": 0}).capacities == {"host": 0}
+    for wrong in ({"host": -1}, {"host": 1.5}, {"a b": 1}, {"host": 2**53}, {"host": None}):
+        with pytest.raises(ValidationError):
+            Report(**TRUE, capacities=wrong)

@@ -1,7 +1,8 @@
-"""The planner: the engines' own numbers, reported failures, and what must always hold."""
+"""The planner: the engines' own numbers, one rule each, and what must always hold."""
 
+import asyncio
 import json
-from math import floor
+from math import ceil, floor
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from coordinator.verdict import judge_reports
+from coordinator.api.plan import PlanQuestion
+from coordinator.api.plan import plan as plan_route
+from coordinator.verdict import inputs_digest, judge_reports
 from kvaccord import Layout, Report, page, state
 from kvaccord.canonical import canonical
-from kvaccord.plan import available_bytes, needs, page_count, plan, plan_document
+from kvaccord.decision import Decision
+from kvaccord.layout import Groups
+from kvaccord.plan import disagreeing_groups, plan, plan_document
+from kvaccord.room import available_bytes, needs, page_count
 from tests.builders import a_report
 
 HERE = Path(__file__).parent
@@ -22,12 +28,6 @@ GIB = 2**30
 def vectors(engine, key):
     document = json.loads((HERE / "vectors" / f"{engine}.json").read_text())
     return {vector["name"]: vector for vector in document[key]}
-
-
-def a_case(number):
-    (path,) = (HERE / "cases").glob(f"{number}-*.json")
-    case = json.loads(path.read_text())
-    return case["input"]["ranks"], case["expected"]
 
 
 def planned(layout, reports):
@@ -153,6 +153,21 @@ def test_the_recorded_start_of_deepseek_v4_pro_on_eight_mi355x():
     assert 0 <= row.by_rank[1].stranded_bytes < 1399040
 
 
+@pytest.mark.parametrize(
+    "line",
+    list(json.loads((HERE / "vectors/atom.json").read_text())["log_line_vectors"]),
+    ids=lambda v: v["source"],
+)
+def test_a_logged_start_of_atom_comes_to_its_blocks(line):
+    said, floor_gib = line["parsed"], line["checks"]["gap_to_available_is_state_floor_gib"]
+    kv = page("kv", said["block_bytes"])
+    slot = state("slot", int(floor_gib * GIB), extra_entries=1)
+    report = offering(int(said["available_for_kv_gib"] * GIB), kv, slot, max_num_seqs=1)
+    # The line is rounded to 0.01 GiB, which is some blocks.
+    rounding = 0.015 * GIB / said["block_bytes"]
+    assert page_count(report) == pytest.approx(said["num_kvcache_blocks"], abs=rounding)
+
+
 # --- other engines' numbers ---------------------------------------------------------------------
 
 VLLM = vectors("vllm", "plan_vectors")
@@ -274,6 +289,38 @@ def test_weights_that_leave_nothing_fail_the_start_and_name_the_short_rank_only(
     assert codes(Layout(tp=2), reports) == [("does_not_fit", (0,))]
 
 
+def test_a_window_pool_of_sglang_that_cannot_hold_one_request_fails():
+    given = SGLANG["hybrid_swa_pool_too_small_fails"]["input"]
+    # One entry is a token of the full layers and, at the ratio, its part of the window layers.
+    ratio = given["swa_full_tokens_ratio"]
+    window = given["swa_layers"] * given["swa_per_token_bytes"] * ratio
+    cell = given["full_layers"] * given["full_per_token_bytes"] + window
+    assert cell == SGLANG["hybrid_swa_pool_too_small_fails"]["expected"]["cell_size"]
+    wanted = ceil((given["sliding_window"] + given["page_size"]) / ratio)
+    kv = page("kv", ceil(cell), min_entries=wanted)
+    report = offering(given["available_bytes"], kv)
+    assert floor(page_count(report) * ratio) == 94  # as SGLang's message says
+    assert codes(Layout(), [report]) == [("does_not_fit", (0,))]
+
+
+@pytest.mark.parametrize("name", [name for name in SGLANG if name.startswith("imbalance")])
+def test_a_spread_over_the_limit_is_refused_where_sglang_refuses_it(name):
+    given, expected = SGLANG[name]["input"], SGLANG[name]["expected"]
+    reports = {
+        rank: a_report(90, free_bytes=int(given[gib] * GIB), kv_budget_bytes=90_000)
+        for rank, gib in enumerate(["group_min_gib", "local_gib"])
+    }
+    found = plan(Layout(tp=2), reports, spread_limit=0.1).findings
+    # SGLang raises on the roomy rank; the short one is what should be looked at.
+    assert [(f.code, f.ranks) for f in found] == (
+        [("spread_too_wide", (0,))] if expected["result"] == "raise" else []
+    )
+
+
+def test_every_vector_of_sglang_is_used():
+    assert len(SGLANG) == 9
+
+
 TRT = vectors("tensorrt_llm", "vectors")
 
 
@@ -305,7 +352,7 @@ def test_tensorrt_llms_tokens_come_in_whole_blocks():
 def test_stages_with_other_attention_windows_disagree():
     sets = TRT["v1_window_sets_differ_fails"]["input"]["rank_window_sets"]
     reports = [a_report(inputs={"windows": str(windows)}) for windows in sets]
-    assert codes(Layout(pp=2), reports) == [("inputs_disagree", (0, 1))]
+    assert codes(Layout(pp=2), reports) == [("inputs_disagree", (1,))]
 
 
 def test_tensorrt_llms_stages_agree_on_tokens():
@@ -334,147 +381,16 @@ def test_lmdeploys_blocks_come_out_as_in_lmdeploy(vector):
     assert row.entries == {"kv": expected["num_gpu_blocks"]}
 
 
-# --- reported failures --------------------------------------------------------------------------
-
-
-def case_reports(ranks, **changes):
-    return [
-        Report(
-            free_bytes=rank.get("free_bytes", max(rank.get("available_kv_bytes", 1), 1)),
-            total_bytes=rank.get("total_bytes"),
-            kv_budget_bytes=rank.get("available_kv_bytes", 1000),
-            **{"classes": [page("kv", rank.get("block_bytes", 1))]} | changes,
-        )
-        for rank in ranks
-    ]
-
-
-def test_001_two_ranks_of_unequal_pools_take_the_smaller():
-    ranks, expected = a_case("001")
-    row = the_row(Layout(tp=2), case_reports(ranks))
-    assert row.entries == {"kv": expected["agreed"]["num_blocks"]}
-    assert row.binding == {"kv": (expected["binding_rank"],)}
-    lost = {str(s.rank): s.stranded_bytes // s.entry_bytes["kv"] for s in row.by_rank}
-    assert lost == expected["lost_blocks"]
-
-
-def test_005_replicas_keep_their_own_numbers_or_share_one():
-    ranks, expected = a_case("005")
-    reports = case_reports(ranks)
-    alone = planned(Layout(dp=8), reports)
-    assert [row.entries["kv"] for row in alone] == [page_count(r) for r in reports]
-    shared = planned(Layout(dp=8, equal_over=("dp",)), reports)
-    assert [row.dp for row in shared] == list(range(8))
-    assert {row.entries["kv"] for row in shared} == {expected["agreed"]["num_blocks"]}
-    assert {row.binding["kv"] for row in shared} == {(expected["binding_rank"],)}
-
-
-def test_010_a_host_tier_does_not_touch_the_device_tier():
-    ranks, _ = a_case("010")
-    assert the_row(Layout(tp=16), case_reports(ranks)).entries == {"kv": 40960}
-
-
-def test_011_one_card_of_eight_costs_21_gib():
-    ranks, expected = a_case("011")
-    row = the_row(Layout(tp=8), case_reports(ranks))
-    (group,) = row.budget_groups
-    assert group.available_bytes == expected["agreed"]["available_kv_bytes"]
-    assert (group.binding_rank, row.binding) == (0, {"kv": (0,)})
-    assert sum(s.stranded_bytes for s in row.by_rank) // GIB == 21
-
-
-def test_013_a_stage_is_compared_with_what_a_stage_needs():
-    ranks, _ = a_case("013")
-    # One entry holds a token: 4097 bytes a layer, rounded up from the whole model's figure.
+def test_turbominds_bytes_are_the_groups_least():
+    (vector,) = vectors("lmdeploy", "turbomind_vectors").values()
+    ratio = vector["input"]["cache_max_entry_count_ratio"]
     reports = [
-        offering(rank["available_kv_bytes"], page("kv", 4097 * rank["layers"], min_entries=202752))
-        for rank in ranks
+        Report(free_bytes=free, kv_budget_bytes=int(free * ratio), classes=[page("kv", 1)])
+        for free in vector["input"]["free_bytes"]
     ]
-    row = the_row(Layout(pp=8), reports)
-    assert row.entries["kv"] >= 202752
-    assert row.binding == {"kv": (0,)}
-
-
-@pytest.mark.parametrize("number", ["017", "019"])
-def test_less_free_than_the_engine_insists_on(number):
-    ranks, _ = a_case(number)
-    reports = [
-        Report(
-            free_bytes=rank["free_bytes"],
-            total_bytes=rank["total_bytes"],
-            initial_free_bytes=rank["free_bytes"],
-            requested_bytes=int(rank["total_bytes"] * rank["utilization"]),
-            kv_budget_bytes=GIB,
-            classes=[page("kv", 1000)],
-        )
-        for rank in ranks
-    ]
-    assert codes(Layout(tp=2), reports) == [
-        ("request_exceeds_free", (0,)),
-        ("request_exceeds_free", (1,)),
-    ]
-
-
-def test_021_two_pools_of_one_tp_group_do_not_add_up():
-    ranks, expected = a_case("021")
-    size = ranks[0]["available_kv_bytes"] // expected["agreed"]["num_blocks"]
-    reports = case_reports(ranks, classes=[page("kv", size, min_entries=131072 // 16)])
-    assert codes(Layout(tp=2), reports) == [("does_not_fit", (0,)), ("does_not_fit", (1,))]
-
-
-def test_024_negative_budgets_are_compared_as_they_are():
-    ranks, expected = a_case("024")
-    found = codes(Layout(tp=8), case_reports(ranks))
-    assert found[0] == ("does_not_fit", (expected["binding_rank"],))  # the most negative one
-    assert sorted(found) == [("does_not_fit", (rank,)) for rank in range(8)]
-
-
-def test_025_a_negative_budget_says_how_much_is_missing():
-    ranks, _ = a_case("025")
-    (finding,) = plan(
-        Layout(), {0: case_reports(ranks, classes=[page("kv", 1, min_entries=1628749824)])[0]}
-    ).findings
-    assert finding.code == "does_not_fit"
-    assert f"give this rank {1628749824 + 3178334613} bytes" in finding.text
-
-
-def test_029_a_wrong_entry_size_is_still_one_plan_for_all():
-    ranks, expected = a_case("029")
-    assert the_row(Layout(tp=4), case_reports(ranks)).entries == {
-        "kv": expected["agreed"]["num_blocks"]
-    }
-
-
-def test_047_nodes_with_other_flags_disagree_by_key_value_and_rank():
-    ranks, _ = a_case("047")
-    reports = [a_report(inputs=rank["config"]) for rank in ranks]
-    (finding,) = plan(Layout(tp=16), dict(enumerate(reports))).findings
-    assert (finding.code, finding.ranks) == ("inputs_disagree", tuple(range(16)))
-    assert "inputs.max_num_batched_tokens differs" in finding.text
-    assert "8192 on ranks 0-7, 4096 on ranks 8-15" in finding.text
-
-
-def test_052_a_device_that_says_zero_is_not_full_but_unread():
-    ranks, _ = a_case("052")
-    reports = case_reports(ranks)
-    assert codes(Layout(tp=2), reports) == [
-        ("implausible_report", (0,)),
-        ("implausible_report", (1,)),
-    ]
-
-
-def test_053_the_parent_of_a_mig_slice_is_recognised():
-    ranks, expected = a_case("053")
-    assert codes(Layout(tp=2), case_reports(ranks)) == [
-        ("implausible_report", (expected["binding_rank"],))
-    ]
-
-
-def test_060_mixed_cards_take_the_smaller_pool():
-    ranks, expected = a_case("060")
-    row = the_row(Layout(tp=2), case_reports(ranks))
-    assert row.entries == {"kv": expected["agreed"]["num_blocks"]}
-    assert row.binding == {"kv": (0,)}
+    (group,) = the_row(Layout(tp=2), reports).budget_groups
+    assert group.budget_bytes == vector["expected"]["cache_bytes"]
+    assert group.binding_rank == 1
 
 
 # --- one rule each ------------------------------------------------------------------------------
@@ -641,7 +557,7 @@ def test_the_lowest_rank_comes_first_within_a_step():
 
 def test_a_start_that_disagrees_is_not_told_that_it_does_not_fit():
     found = codes(Layout(tp=2), [a_report(90, max_num_seqs=4), a_report(0, max_num_seqs=5)])
-    assert found == [("inputs_disagree", (0, 1))]
+    assert found == [("inputs_disagree", (1,))]
 
 
 @pytest.mark.parametrize("field", ["max_num_seqs", "max_model_len", "block_tokens"])
@@ -657,22 +573,29 @@ def test_what_one_rank_has_and_another_has_not_differs_too():
     (finding,) = plan(Layout(tp=2), dict(enumerate(reports))).findings
     assert "inputs.b differs: absent on rank 0, 2 on rank 1" in finding.text
     assert codes(Layout(tp=2), [a_report(90), a_report(90, max_model_len=1)]) == [
-        ("inputs_disagree", (0, 1))
+        ("inputs_disagree", (1,))
     ]
 
 
 def test_true_is_not_1():
     reports = [a_report(90, inputs={"a": True}), a_report(90, inputs={"a": 1})]
-    assert codes(Layout(tp=2), reports) == [("inputs_disagree", (0, 1))]
+    assert codes(Layout(tp=2), reports) == [("inputs_disagree", (1,))]
+
+
+def test_of_two_halves_the_one_without_the_lowest_rank_is_blamed():
+    reports = [a_report(90, inputs={"a": n}) for n in (2, 1, 2, 1, 3)]
+    (finding,) = plan(Layout(tp=5), dict(enumerate(reports))).findings
+    assert finding.ranks == (1, 3, 4)
+    assert "2 on ranks 0, 2, 1 on ranks 1, 3, 3 on rank 4" in finding.text
 
 
 def test_inputs_of_a_stage_may_differ_between_stages_only():
     reports = [a_report(90, inputs_stage={"layers": n}) for n in (17, 17, 15, 15)]
     planned(Layout(pp=2, tp=2), reports)
-    assert codes(Layout(pp=1, tp=4), reports) == [("inputs_disagree", (0, 1, 2, 3))]
+    assert codes(Layout(pp=1, tp=4), reports) == [("inputs_disagree", (2, 3))]
     assert codes(Layout(dp=2, pp=2), reports) == [
-        ("inputs_disagree", (0, 2)),
-        ("inputs_disagree", (1, 3)),
+        ("inputs_disagree", (2,)),
+        ("inputs_disagree", (3,)),
     ]
 
 
@@ -793,12 +716,13 @@ def counted(layout, ranks, reports):
 def test_counts_are_the_minima_over_exactly_these_reports(start):
     layout, reports = start
     for row in plan(layout, reports).schedulers:
-        ranks = range(layout.world_size) if layout.equal_over else row.ranks
+        ranks = range(layout.world_size) if layout.equal_over else row.group.ranks
         counts = counted(layout, ranks, reports)
-        if any(rank in counts for rank in row.ranks):
+        if any(rank in counts for rank in row.group.ranks):
             assert row.entries["kv"] == min(counts.values())
             tight = tuple(r for r in counts if counts[r] == min(counts.values()))
-            assert row.binding["kv"] == tight
+            here = tuple(r for r in tight if r in row.group.ranks)
+            assert row.binding["kv"] == (here or tight[:1])
         else:
             assert "kv" not in row.entries
 
@@ -822,7 +746,7 @@ def test_no_rank_is_asked_for_more_than_it_offered(start):
 def test_no_floor_is_broken_by_a_plan(start):
     layout, reports = start
     for row in plan(layout, reports).schedulers:
-        for rank in row.ranks:
+        for rank in row.group.ranks:
             if reports[rank].has_page:
                 assert row.entries["kv"] >= max(1, needs(reports[rank]).page_min)
 
@@ -857,9 +781,10 @@ def test_more_memory_on_one_rank_never_lowers_a_count(start, data):
 def test_published_minima_are_those_of_the_group(start):
     layout, reports = start
     for row in plan(layout, reports).schedulers:
-        assert [r for g in row.budget_groups for r in g.ranks] == list(row.ranks)
+        ranks = [r for g in row.budget_groups for r in g.group.ranks]
+        assert ranks == list(row.group.ranks)
         for group in row.budget_groups:
-            members = [reports[r] for r in group.ranks]
+            members = [reports[r] for r in group.group.ranks]
             assert group.free_bytes == min(r.free_bytes for r in members)
             assert group.budget_bytes == min(r.kv_budget_bytes for r in members)
             assert group.available_bytes == min(map(available_bytes, members))
@@ -893,4 +818,338 @@ ANY_REPORTS = st.builds(
 def test_every_plan_and_every_finding_has_a_canonical_form(reports):
     layout, by_rank = Layout(tp=2), dict(enumerate(reports))
     canonical(plan_document(plan(layout, by_rank), {0: "a", 1: "b"}))
-    canonical(judge_reports(layout, by_rank, {0: "a", 1: "b"}).fields())
+    canonical(judge_reports(layout, by_rank, {0: "a", 1: "b"}).document())
+
+
+# --- two limits at once -------------------------------------------------------------------------
+
+
+def test_a_minimum_that_does_not_even_fit_without_state_is_named_beside_the_floor():
+    def report(wanted):
+        kv = page("kv", 10, min_entries=wanted)
+        return a_report(9, classes=[kv, SLOT], max_num_seqs=100)
+
+    assert codes(Layout(), [report(900)]) == [("state_floor_exceeds_budget", (0,))]
+    assert codes(Layout(), [report(901)]) == [
+        ("state_floor_exceeds_budget", (0,)),
+        ("does_not_fit", (0,)),
+    ]
+
+
+def test_what_follows_from_nothing_free_is_no_second_cause():
+    slot = state("slot", 100, entries_per_req=1)
+    empty = a_report(9, reserve_bytes=10**6, classes=[page("kv", 1), slot], max_num_seqs=5)
+    assert codes(Layout(), [empty]) == [("reserve_exceeds_free", (0,))]
+    unread = Report(
+        free_bytes=0,
+        total_bytes=10**6,
+        kv_budget_bytes=0,
+        initial_free_bytes=0,
+        requested_bytes=10**5,
+        max_num_seqs=5,
+        classes=[page("kv", 1), slot],
+    )
+    assert codes(Layout(), [unread]) == [("implausible_report", (0,))]
+
+
+# --- groups by name -----------------------------------------------------------------------------
+
+
+def grouped(*names):
+    """Groups by rank from "scheduler/budget"."""
+    pairs = [name.split("/") for name in names]
+    return {r: Groups(scheduler=s, budget=b) for r, (s, b) in enumerate(pairs)}
+
+
+def test_ranks_that_name_their_groups_are_planned_by_them():
+    # SGLang, PP 2 and attention DP 2: PP varies slower than DP, which is no grid of ours.
+    groups = grouped("dp0/dp0.pp0", "dp1/dp1.pp0", "dp0/dp0.pp1", "dp1/dp1.pp1")
+    reports = dict(enumerate(a_report(n) for n in (90, 80, 70, 60)))
+    rows = plan(Layout(tp=4), reports, groups).schedulers
+    assert [(r.group.at, list(r.group.ranks), r.entries["kv"]) for r in rows] == [
+        ("dp0", [0, 2], 70),
+        ("dp1", [1, 3], 60),
+    ]
+    assert [(g.group.at, g.binding_rank) for g in rows[1].budget_groups] == [
+        ("dp1.pp0", 1),
+        ("dp1.pp1", 3),
+    ]
+    document = plan_document(plan(Layout(tp=4), reports, groups), {})
+    assert document["schedulers"][0]["group"] == "dp0"
+    assert document["schedulers"][0]["budget_groups"][1]["group"] == "dp0.pp1"
+    assert "dp" not in document["schedulers"][0]
+
+
+def test_named_groups_are_equal_over_the_engine_where_it_says_so():
+    layout = Layout(tp=2, equal_over=("dp",))
+    reports = {0: a_report(90), 1: a_report(70)}
+    rows = plan(layout, reports, grouped("a/a", "b/b")).schedulers
+    assert [(row.entries["kv"], row.binding["kv"]) for row in rows] == [(70, (1,)), (70, (1,))]
+
+
+def test_all_ranks_name_their_groups_or_none_does():
+    groups = grouped("a/a", "a/a", "a/a")
+    found = plan(Layout(tp=4), {r: a_report(90) for r in range(4)}, groups).findings
+    assert [(f.code, f.ranks) for f in found] == [("inputs_disagree", (3,))]
+    assert "groups differs: named on ranks 0-2, absent on rank 3" in found[0].text
+
+
+def test_a_budget_group_lies_within_one_scheduler_group():
+    groups = grouped("a/x", "a/x", "b/x", "b/y")
+    found = plan(Layout(tp=4), {r: a_report(90) for r in range(4)}, groups).findings
+    assert [(f.code, f.ranks) for f in found] == [("inputs_disagree", (2,))]
+    assert "budget group x differs: a on ranks 0-1, b on rank 2" in found[0].text
+    assert disagreeing_groups({0: None, 5: None}) == []
+    assert [f.ranks for f in disagreeing_groups({0: groups[0], 5: None})] == [(5,)]
+
+
+def test_the_groups_are_part_of_what_was_decided_on():
+    reports = {0: a_report(90), 1: a_report(70)}
+    digests = [
+        inputs_digest(Layout(tp=2), reports, groups)
+        for groups in (None, {}, grouped("a/a", "a/a"), grouped("a/a", "b/b"))
+    ]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
+
+
+def test_the_inputs_of_a_stage_are_those_of_a_named_budget_group():
+    reports = {r: a_report(90, inputs_stage={"layers": n}) for r, n in enumerate((9, 9, 7, 8))}
+    found = plan(Layout(tp=4), reports, grouped("a/x", "a/x", "a/y", "a/y")).findings
+    assert [f.ranks for f in found] == [(3,)]
+
+
+# --- capacities ---------------------------------------------------------------------------------
+
+
+def test_every_capacity_has_its_own_minimum_and_binding_ranks():
+    tiers = [{"host": 50, "disk": 9}, {"host": 40, "disk": 9}, {"host": 40, "disk": 10}]
+    reports = {r: a_report(90, capacities=t) for r, t in enumerate(tiers)}
+    planned = plan(Layout(tp=3), reports)
+    document = plan_document(planned, {0: "a", 1: "b", 2: "b"})
+    assert document["capacities"] == {
+        "disk": {"bytes": 9, "ranks": [0, 1], "hosts": ["a", "b"]},
+        "host": {"bytes": 40, "ranks": [1, 2], "hosts": ["b"]},
+    }
+    assert planned.schedulers[0].entries == {"kv": 90}
+
+
+def test_a_rank_without_a_capacity_says_0():
+    reports = [a_report(90, capacities={"disk": 9}), a_report(90)]
+    (finding,) = plan(Layout(pp=2), dict(enumerate(reports))).findings
+    assert (finding.code, finding.ranks) == ("inputs_disagree", (1,))
+    assert "capacities.disk differs: present on rank 0, absent on rank 1" in finding.text
+    reports[1] = a_report(90, capacities={"disk": 0})
+    assert plan(Layout(pp=2), dict(enumerate(reports))).capacities["disk"].bytes == 0
+
+
+# --- warnings -----------------------------------------------------------------------------------
+
+
+def warned(layout, *reports, **options):
+    planned = plan(layout, dict(enumerate(reports)), **options)
+    assert planned.findings == ()
+    return [(w.code, w.ranks) for w in planned.warnings]
+
+
+def test_ranks_that_are_alike_get_no_warning():
+    assert warned(Layout(tp=2), a_report(100), a_report(95)) == []
+
+
+def test_more_than_5_percent_apart_is_imbalanced_and_names_the_short_ranks():
+    reports = [a_report(100), a_report(94), a_report(94)]
+    assert warned(Layout(tp=3), *reports) == [("imbalanced", (1, 2))]
+    (warning,) = plan(Layout(tp=3), dict(enumerate(reports))).warnings
+    assert "page entries: 94 on ranks 1-2, 100 on rank 0, 6.0% apart" in warning.text
+    assert "6000 bytes (0.00 GiB) stay unused" in warning.text
+
+
+def test_stages_are_compared_by_counts_and_not_by_bytes():
+    assert warned(Layout(pp=2), a_report(90, page_bytes=2000), a_report(90)) == []
+    assert warned(Layout(pp=2), a_report(90), a_report(50)) == [("imbalanced", (1,))]
+
+
+def test_replicas_are_compared_only_where_they_must_be_equal():
+    assert warned(Layout(dp=2), a_report(90), a_report(50)) == []
+    layout = Layout(dp=2, equal_over=("dp",))
+    assert warned(layout, a_report(90), a_report(50)) == [("imbalanced", (1,))]
+
+
+def test_a_spread_over_the_policys_limit_is_no_plan():
+    reports = {0: a_report(100), 1: a_report(90)}
+    planned = plan(Layout(tp=2), reports, spread_limit=0.09)
+    assert [(f.code, f.ranks, f.retryable) for f in planned.findings] == [
+        ("spread_too_wide", (1,), False)
+    ]
+    assert "the policy's spread_limit is 9.0%" in planned.findings[0].text
+    assert plan(Layout(tp=2), reports, spread_limit=0.1).findings == ()
+    short = {0: a_report(100), 1: a_report(0)}
+    found = [f.code for f in plan(Layout(tp=2), short, spread_limit=0.1).findings]
+    assert found == ["does_not_fit", "spread_too_wide"]
+
+
+def test_many_imbalanced_groups_are_told_widest_first_and_counted():
+    reports = {r: a_report(100 if r % 2 == 0 else 90 - r) for r in range(40)}
+    found = plan(Layout(dp=20, tp=2), reports).warnings
+    assert len(found) == 9
+    assert [w.ranks for w in found[:2]] == [(39,), (37,)]
+    assert found[-1].ranks == tuple(range(1, 24, 2))
+    assert found[-1].text.startswith("12 more groups")
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"local_count": 2}, "device_shared"),
+        ({"local_count": 1}, None),
+        ({"initial_free_bytes": 89_000}, "memory_moved"),  # more is free now than at the start
+        ({"initial_free_bytes": 90_000}, None),
+        (
+            {
+                "initial_free_bytes": 200_000,
+                "parts": {"peak_torch_bytes": 90_000, "non_torch_bytes": 10_000},
+            },
+            "memory_moved",
+        ),
+        (
+            {
+                "initial_free_bytes": 200_000,
+                "parts": {"peak_torch_bytes": 99_000, "non_torch_bytes": 10_000},
+            },
+            None,
+        ),
+        ({"initial_free_bytes": 200_000, "parts": {"peak_torch_bytes": True}}, None),
+        ({"free_bytes": 180_001}, "low_use_of_budget"),
+        ({"free_bytes": 180_000}, None),
+        ({"free_bytes": 190_000, "reserve_bytes": 10_000}, None),
+        ({"parts": {"physical_entry_bytes": 499}}, "low_use_of_budget"),
+        ({"parts": {"physical_entry_bytes": 500}}, None),
+        ({"parts": {"physical_entry_bytes": "499"}}, None),
+    ],
+    ids=str,
+)
+def test_one_report_alone_may_be_worth_a_look(changes, code):
+    assert warned(Layout(), a_report(90, **changes)) == ([(code, (0,))] if code else [])
+
+
+def test_one_warning_stands_for_all_ranks_that_share_it():
+    shared = a_report(90, local_count=2)
+    reports = dict.fromkeys(range(3), shared) | {3: a_report(90)}
+    (warning,) = plan(Layout(tp=4), reports).warnings
+    assert (warning.code, warning.ranks) == ("device_shared", (0, 1, 2))
+    assert warning.text.startswith("rank 0: 2 processes")
+    assert warning.text.endswith("likewise ranks 1-2")
+
+
+def test_counts_of_neighbours_that_differ_are_noticed():
+    reports = [a_report(90, local_count=n) for n in (1, 2, 1)]
+    assert warned(Layout(tp=3), *reports) == [
+        ("device_shared", (1,)),
+        ("local_count_differs", (1,)),
+    ]
+
+
+def test_a_start_without_a_plan_has_its_warnings_too():
+    verdict = judge_reports(Layout(tp=2), {0: a_report(90), 1: a_report(0)}, {}).document()
+    assert verdict["outcome"] == "FAILED"
+    assert [w["code"] for w in verdict["warnings"]] == ["imbalanced"]
+
+
+# --- over the wire ------------------------------------------------------------------------------
+
+
+def asked(layout, *rows):
+    body = PlanQuestion.model_validate({"layout": layout, "reports": rows})
+    return json.loads(bytes(asyncio.run(plan_route(body)).body))
+
+
+def test_a_row_of_the_plan_question_may_name_its_groups():
+    kv = {"kind": "page", "name": "kv", "entry_bytes": 1000}
+    rows = [
+        {"rank": rank, "free_bytes": 90_000, "kv_budget_bytes": budget, "classes": [kv]}
+        for rank, budget in enumerate([80_000, 70_000])
+    ]
+    named = [row | {"groups": {"budget": "b", "scheduler": f"s{row['rank']}"}} for row in rows]
+    assert [r["entries"] for r in asked({"tp": 2}, *rows)["plan"]["schedulers"]] == [{"kv": 70}]
+    assert asked({"tp": 2}, *named)["verdict"]["code"] == "inputs_disagree"
+    named[1]["groups"]["budget"] = "c"
+    answer = asked({"tp": 2}, *named)
+    assert answer["verdict"]["warnings"] == []
+    assert [(r["group"], r["entries"]) for r in answer["plan"]["schedulers"]] == [
+        ("s0", {"kv": 80}),
+        ("s1", {"kv": 70}),
+    ]
+    assert asked({"tp": 2}, rows[0], named[1])["verdict"]["ranks"] == [1]
+
+
+# --- as a document ------------------------------------------------------------------------------
+
+
+def as_decision(layout, reports):
+    document = {"plan": plan_document(plan(layout, reports), {})}
+    return Decision(canonical(document))
+
+
+def test_bytes_of_an_entry_stand_once_for_ranks_that_are_alike():
+    reports = {
+        r: a_report(90, classes=[page("kv", 1000 if r < 2 else 900), SLOT], max_num_seqs=1)
+        for r in range(4)
+    }
+    decision = as_decision(Layout(pp=2, tp=2), reports)
+    assert decision.document["plan"]["shapes"] == [
+        {"ranks": [0, 1], "entry_bytes": {"kv": 1000, "slot": 100}},
+        {"ranks": [2, 3], "entry_bytes": {"kv": 900, "slot": 100}},
+    ]
+    assert decision.entries(3) == {"kv": 89, "slot": 1}
+    assert decision.entry_bytes(3) == {"kv": 900, "slot": 100}
+
+
+def test_the_hosts_of_the_lowest_binding_ranks_are_named():
+    hosts = {rank: f"host-{20 - rank}" for rank in range(20)}
+    planned = plan(Layout(tp=20), dict.fromkeys(range(20), a_report(90)))
+    bound = plan_document(planned, hosts)["schedulers"][0]["binding"]["kv"]
+    assert bound["ranks"] == list(range(20))
+    assert bound["hosts"] == [f"host-{n}" for n in range(20, 12, -1)]
+
+
+@given(starts())
+def test_a_reader_of_the_document_finds_what_was_planned(start):
+    layout, reports = start
+    planned = plan(layout, reports)
+    if planned.findings:
+        return
+    decision = as_decision(layout, reports)
+    for row in planned.schedulers:
+        for share in row.by_rank:
+            assert decision.entry_bytes(share.rank) == share.entry_bytes
+            assert decision.entries(share.rank) == {n: row.entries[n] for n in share.entry_bytes}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=1024),
+        Layout(pp=16, tp=64),
+        Layout(dp=256, tp=4),
+        Layout(dp=512, tp=2, equal_over=("dp",)),
+    ],
+    ids=str,
+)
+def test_a_decision_over_1024_ranks_and_8_classes_stays_within_256_kib(layout):
+    reports = {}
+    for rank in range(1024):
+        stage = layout.coordinates(rank).pp
+        states = [state(f"s{n}", 25_399_296 + n, entries_per_req=1) for n in range(7)]
+        budget = 133_756_019_016 + rank * 7_919_000
+        reports[rank] = Report(
+            free_bytes=budget + 30 * GIB,
+            kv_budget_bytes=budget,
+            max_num_seqs=512,
+            classes=[page("kv", 1_399_040 + stage), *states],
+            capacities={"host": budget},
+        )
+    hosts = {rank: f"prefill-worker-{rank // 8:04}.cluster.local" for rank in reports}
+    verdict = judge_reports(layout, reports, hosts)
+    assert verdict.code == "agreed"
+    document = {"verdict": verdict.document(), "plan": verdict.plan}
+    assert len(canonical(document)) <= 250 * 1024

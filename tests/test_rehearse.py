@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from cli.plan import answered, question_in
 from cli.rank import report_of
-from cli.rehearse import RECORDED
+from cli.starts import LIBRARY, RECORDED, find_start, library, read_start
 from kvaccord.layout import Layout
 from kvaccord.plan import plan
 from tests.wire import serving
@@ -136,3 +138,115 @@ def test_a_misuse_is_explained(options, said):
     _, complaint = process.communicate(timeout=20)
     assert process.returncode == 1
     assert said in complaint
+
+
+# the library
+
+
+def plain(name):
+    """A start of the library in which no rank is told to do anything."""
+    return not read_start(find_start(name)).fates
+
+
+NAMES = [path.stem for path in library()]
+
+
+def test_the_library_has_what_its_page_says():
+    page = (LIBRARY / "README.md").read_text().partition("## A start file")[0]
+    told = re.findall(r"^\| `([a-z0-9-]+)` \|", page, flags=re.M)
+    assert sorted(told) == NAMES
+    assert {"atom-deepseek-v4-pro-agreed", "atom-llama-3-8b-first-run", "stuck"} <= set(NAMES)
+    for name in NAMES:
+        start = read_start(find_start(name))
+        assert start.expect is not None, name
+        assert re.match(r"(Recorded|Chosen|Eight ranks)", start.about), name
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if plain(name)])
+def test_a_start_of_the_library_plans_to_what_it_expects(name):
+    start = read_start(find_start(name))
+    answer = answered(question_in(find_start(name)))
+    if start.expect.verdict == "SEALED":
+        rows = answer["plan"]["schedulers"]
+        assert all(row["entries"] == start.expect.entries for row in rows)
+    else:
+        assert answer["verdict"]["code"] == start.expect.code
+        assert answer["verdict"]["ranks"] == list(start.expect.ranks)
+
+
+@pytest.mark.parametrize("name", [*(n for n in NAMES if not plain(n)), "hybrid-with-state"])
+def test_a_fate_has_the_ending_that_the_start_expects(name):
+    code, report = rehearsed(name)
+    assert [check for check in report["checks"] if not check["kept"]] == []
+    assert report["kept"] is True
+    assert code == (0 if report["verdict"] == "SEALED" else 2)
+
+
+def a_start(folder, name, **fields):
+    report = {"free_bytes": 10**6, "kv_budget_bytes": 900_000}
+    document = {
+        "about": "Chosen throughout.",
+        "engine": name,
+        "layout": {"tp": 2},
+        "classes": [{"kind": "page", "name": "kv", "entry_bytes": 1000}],
+        "ranks": [report, report],
+        "expect": {"verdict": "SEALED", "entries": {"kv": 900}},
+    }
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(document | fields))
+    return path
+
+
+def test_a_start_that_does_not_come_as_expected_is_broken(tmp_path):
+    a_start(tmp_path, "as-expected")
+    path = a_start(tmp_path, "broken", expect={"verdict": "SEALED", "entries": {"kv": 901}})
+    code, report = rehearsed(str(path))
+    assert (code, report["kept"]) == (1, False)
+    [broken] = [check for check in report["checks"] if not check["kept"]]
+    assert (broken["what"], broken["got"]) == ("entries", {"kv": 900})
+
+    process = rehearsal("--all", "--library", str(tmp_path))
+    written, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert 'broken.json: BROKEN       entries: expected {"kv": 901}, got {"kv": 900}' in written
+    assert "2 starts, 1 as expected" in written
+
+
+def test_the_whole_library_as_json_exits_with_0_when_all_is_kept(tmp_path):
+    a_start(tmp_path, "as-expected")
+    code, answer = rehearsed("--all", "--library", str(tmp_path))
+    assert (code, answer["broken"]) == (0, 0)
+    assert [report["verdict"] for report in answer["starts"]] == ["SEALED"]
+
+
+def test_a_fate_of_the_command_line_takes_the_expectation_away(tmp_path):
+    path = a_start(tmp_path, "raising")
+    code, report = rehearsed(str(path), "--raise-rank", "1")
+    assert (code, report["verdict"]) == (2, "FAILED")
+    assert "kept" not in report
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"ranks": [{}]}, "the layout has ranks 0-1"),
+        ({"fates": {"2": "raise"}}, "fates of rank 2"),
+        ({"fates": {"0": "explode"}}, "fates.0.kind"),
+        ({"budgets": {"gather_s": 0}}, "budgets.gather_s"),
+        ({"expects": {}}, "expects"),
+        ({"total_bytes": 10}, "total_bytes"),
+    ],
+)
+def test_a_fault_in_a_start_file_is_named(tmp_path, fields, said):
+    process = rehearsal(str(a_start(tmp_path, "faulty", **fields)))
+    _, complaint = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert said in complaint
+    assert "Traceback" not in complaint
+
+
+def test_the_list_names_every_start():
+    process = rehearsal("--list")
+    written, _ = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert all(f"\n{name} " in written for name in NAMES)

@@ -7,6 +7,8 @@ from kvaccord.decision import Decision
 from kvaccord.layout import Layout
 from kvaccord.messages import Report
 from kvaccord.plan import agreed_sentence, plan, plan_document
+from kvaccord.room import available_bytes, needs, page_count
+from worker_client.flow import Fit, Room
 
 
 def decide(engine: str, layout: Layout, report: Report) -> Decision:
@@ -29,3 +31,16 @@ def decide(engine: str, layout: Layout, report: Report) -> Decision:
     if not first:
         document["plan"] = plan_document(planned, {})
     return Decision(canonical(document))
+
+
+def check(decision: Decision, report: Report) -> Fit:
+    """Whether the only rank still has room for its plan, class by class."""
+    need = needs(report)
+    floor_fits = need.floor_bytes <= available_bytes(report)
+    room = {name: n if floor_fits else 0 for name, n in need.state_entries.items()}
+    if need.page is not None:
+        room[need.page.name] = page_count(report) if floor_fits else 0
+    rooms = tuple(
+        Room(0, name, count, room.get(name, 0)) for name, count in decision.entries(0).items()
+    )
+    return Fit(all(each.fits for each in rooms), rooms)

@@ -1,4 +1,4 @@
-"""The rendezvous as an engine calls it: join, report, build, applied. Sync; one thread beside it.
+"""The rendezvous as an engine calls it: join, report, build, applied. Blocking.
 
     with Rendezvous.join(engine="llama-70b", ranks=[3], layout=Layout(tp=4, pcp=2)) as rdzv:
         agreed = rdzv.report(cuda_report(classes=[page("kv", 1_399_040)]))
@@ -10,97 +10,30 @@ Every step is a plain call on a held object too; then close() stands for the end
 
 from __future__ import annotations
 
-import logging
-import os
-import random
-import re
-import socket
-import threading
-import time
-import traceback
-import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from kvaccord.errors import RoundEnded, Superseded
+from kvaccord.layout import Groups, Layout
+from kvaccord.messages import Device, Launch
+from worker_client.arguments import Arguments, Mode, settle
+from worker_client.flow import Answer, Fit, Flow, Standing
+from worker_client.held import Held, Own
+from worker_client.steps import Agreed, Built, Reports
+from worker_client.stopping import OnStop
 
-from kvaccord.decision import Decision
-from kvaccord.errors import Failed, Invalid, NoVerdict, RoundEnded, Superseded
-from kvaccord.layout import Layout, named
-from kvaccord.messages import (
-    Applied,
-    Device,
-    EngineWord,
-    Join,
-    Launch,
-    Leave,
-    Report,
-    Veto,
-)
-from worker_client import alone, flow
-from worker_client.flow import Answer, Call, Effect, Flow, Hear, Seat, Sleep
-from worker_client.launch import launch_from, parse
-from worker_client.session import Session
-from worker_client.wire import Wire
-
-ATTACH_S = 1.0  # join returns with the session up, or without it after so long
-SEALED_CLOSE_S = 1.0
-LEFT_CLOSE_S = 0.2
-GOODBYE_S = 2.0  # a dead coordinator delays an exit by no more
+if TYPE_CHECKING:
+    from worker_client.driver import Driver
 
 T = TypeVar("T")
-M = TypeVar("M", bound=BaseModel)
-
-log = logging.getLogger(__name__)
-# Not the module's own generator: engines seed that one, alike on all ranks, and count on it.
-chance = random.SystemRandom()
 
 
-@dataclass(frozen=True)
-class Agreed:
-    """What every rank builds. decision: everyone's; by_rank: entries of this process's ranks."""
+class Rendezvous(Held):
+    __doc__ = Held.__doc__
 
-    decision: Decision
-    by_rank: dict[int, dict[str, int]]
-
-    @property
-    def entries(self) -> dict[str, int]:
-        """Entries per cache class, where they are the same on all ranks of this process."""
-        first, *others = self.by_rank.values()
-        if any(row != first for row in others):
-            raise ValueError(f"{named(list(self.by_rank))} hold different entries: use by_rank")
-        return dict(first)
-
-
-class Rendezvous:
-    """One process's way through one start. Made by join(); used by one thread at a time.
-
-    Raises Failed and Aborted (with the decision, the same on every rank), Superseded, NoVerdict,
-    and Refused. After any of them: allocate nothing, exit, let the launcher start new processes.
-    """
-
-    def __init__(
-        self,
-        *,
-        engine: str,
-        layout: Layout,
-        ranks: tuple[int, ...],
-        wire: Wire | None,
-        patience_s: float | None,
-    ) -> None:
-        """Use join()."""
-        self.engine = engine
-        self.layout = layout
-        self.ranks = ranks
-        self._wire = wire
-        self._patience_s = patience_s
-        self._seat: Seat | None = None
-        self._session: Session | None = None
-        self._decision: Decision | None = None
-        self._goodbye = True  # whether going away still has to be said
+    _driver: Driver | None = None
 
     @classmethod
     def join(
@@ -108,6 +41,7 @@ class Rendezvous:
         *,
         ranks: Iterable[int],
         layout: Layout | None = None,
+        groups: Groups | Mapping[int, Groups] | None = None,
         engine: str | None = None,
         url: str | None = None,
         namespace: str | None = None,
@@ -116,114 +50,107 @@ class Rendezvous:
         engine_version: str | None = None,
         device: Device | None = None,
         patience_s: float | None = None,
+        mode: Mode | None = None,
+        on_stop: OnStop = "raise",
+        trust_env: bool = False,
     ) -> Self:
         """Take the slot of these ranks in the start that is being made.
 
-        What is not given comes from KVACCORD_URL, _NAMESPACE, _ENGINE, _LAUNCH, _PATIENCE_S.
+        What is not given comes from KVACCORD_URL, _NAMESPACE, _ENGINE, _LAUNCH, _PATIENCE_S, _MODE.
+        groups: of this process's ranks, where they are no grid.
         inputs: settings that must be equal on all ranks; a difference fails before weights load.
         patience_s: how long each call waits for a verdict, instead of the server's ends + 60 s.
+        mode: enforce where there is a coordinator; without one, off for a world larger than 1.
+        on_stop: what else happens when the round has ended for this process: nothing but raising
+        at the next call, a function that is told the document, or Exit(grace_s).
+        trust_env: let proxy and certificate variables count.
         """
-        env = os.environ
-        layout = Layout() if layout is None else layout
-        nonce = uuid.uuid4().hex
-        join = _valid(
-            Join,
-            ranks=tuple(ranks),
+        said = settle(
+            ranks=ranks,
             layout=layout,
-            nonce=nonce,
-            launch=_launch(launch, layout.world_size, nonce),
-            inputs=None if inputs is None else dict(inputs),
-            host=_host(),
-            pid=os.getpid(),
+            groups=groups,
+            engine=engine,
+            url=url,
+            namespace=namespace,
+            launch=launch,
+            inputs=inputs,
             engine_version=engine_version,
             device=device,
-        )
-        engine = _name("KVACCORD_ENGINE", engine or env.get("KVACCORD_ENGINE", ""))
-        namespace = _name(
-            "KVACCORD_NAMESPACE", namespace or env.get("KVACCORD_NAMESPACE") or "default"
-        )
-        if patience_s is None:
-            patience_s = _seconds("KVACCORD_PATIENCE_S")
-        url = url or env.get("KVACCORD_URL")
-        if not url and layout.world_size > 1:
-            raise Invalid(
-                f"no KVACCORD_URL and a world of {layout.world_size} ranks: one rank of many never"
-                " plans alone; set KVACCORD_URL to the coordinator, http://HOST:PORT",
-                field="KVACCORD_URL",
-            )
-        self = cls(
-            engine=f"{namespace}/{engine}",
-            layout=layout,
-            ranks=join.ranks,
-            wire=Wire(url) if url else None,
             patience_s=patience_s,
+            mode=mode,
+            trust_env=trust_env,
         )
-        if self._wire is not None:
-            self._enter(self._wire, namespace, engine, join)
-        return self
+        return cls._entered(said, on_stop)
 
-    def _enter(self, wire: Wire, namespace: str, engine: str, join: Join) -> None:
+    @classmethod
+    def _entered(cls, said: Arguments, on_stop: OnStop, driver: Driver | None = None) -> Self:
+        self = cls(said, on_stop)
+        if said.mode == "off" or not said.url:
+            return self
+        # Only now: an engine that goes its own way has no use for an HTTP client.
+        from worker_client.driver import Driver, wire_of
+
+        observes = said.mode == "observe"
         try:
-            self._seat = self._drive(
-                flow.enter(
-                    wire.address,
-                    namespace,
-                    engine,
-                    join,
-                    now_s=time.monotonic(),
-                    patience_s=self._patience_s,
-                )
-            )
-            self._session = Session(wire, self._seat)
-            self._session.start(wait_s=ATTACH_S)
+            self._driver = driver or Driver(wire_of(said), None if observes else self._told)
+        except Exception:
+            if observes:
+                return cls(Arguments("off", said.ranks, said.layout), on_stop)
+            raise
+        self._line = self._driver
+        if observes:
+            from worker_client.observing import Observer
+
+            self._observer = Observer(self._driver)
+            self._observer.later(self._steps.enter())
+            return self
+        try:
+            self._run("join", self._steps.enter())
         except BaseException as fault:
             self._go(fault)
             raise
-
-    @property
-    def round(self) -> int:
-        """The round this process takes part in; 0 in a world of one without a coordinator."""
-        return self._seat.round if self._seat else 0
+        self._has_entered()
+        return self
 
     # --- the steps ------------------------------------------------------------------------------
 
-    def report(self, report: Report | Mapping[int, Report]) -> Agreed:
-        """Send what was measured, and wait for the plan. One report per rank of this process."""
-        reports = {self.ranks[0]: report} if isinstance(report, Report) else dict(report)
-        if sorted(reports) != sorted(self.ranks):
-            raise Invalid(
-                f"reports for ranks {sorted(reports)} from the process of"
-                f" {named(self.ranks)}; send one report of each rank: {{rank: report}}",
-                field="reports",
-            )
-        if self._seat is None:
-            decision = alone.decide(self.engine, self.layout, reports[0])
-            if not decision.passed:
-                raise Failed(decision)
-        else:
-            decision = self._drive(
-                flow.agree(self._seat, reports, now_s=time.monotonic(), patience_s=self._patience_s)
-            )
-        self._decision = decision
-        return Agreed(decision, {rank: decision.entries(rank) for rank in self.ranks})
+    def phase(
+        self, name: str, progress: int = 0, *, done: int | None = None, total: int | None = None
+    ) -> None:
+        """Say what this process does and how far it is; any thread may. Sent in the background.
 
-    def applied(self, *, built: Mapping[str, int]) -> None:
-        """Say that the pools stand, and wait until every rank has built: the round is sealed."""
-        if self._decision is None:
-            raise Invalid("applied() before report() has returned a plan", field="built")
-        applied = _valid(Applied, digest=self._decision.digest, built=dict(built))
-        if self._seat is not None:
-            self._drive(
-                flow.build(
-                    self._seat,
-                    self._decision,
-                    _bytes(applied),
-                    now_s=time.monotonic(),
-                    patience_s=self._patience_s,
-                )
-            )
-        self._goodbye = False
-        self._end(SEALED_CLOSE_S)
+        progress: a number that grows while there is progress. done, total: for people to read.
+        Raises what the session has heard meanwhile, and nothing of the network's.
+        """
+        self._tell_phase(name, progress, done, total)
+
+    def report(self, report: Reports, *, own: Own | None = None) -> Agreed:
+        """Send what was measured, and wait for the plan. One report per rank of this process.
+
+        own: the engine's own counts, which come back in the modes off and observe.
+        """
+        return self._call("report", self._steps.report(report), lambda: self._own(own))
+
+    def applied(self, *, built: Built | None) -> None:
+        """Say that the pools stand, and wait until every rank has built: the round is sealed.
+
+        built: {class: entries}, or {rank: {class: entries}} where the ranks of a process differ.
+        """
+        self._built = True
+        self._call("applied", self._steps.applied(built), lambda: None)
+        if self._observer is None and self._driver is not None and not self._steps.serves:
+            self._has_gone(None)
+
+    def serving(self) -> Standing:
+        """Keep the session from now on, and hear how the sealed round stands."""
+        standing = self._call("serving", self._steps.serving(), lambda: Standing(True))
+        if self._observer is None:
+            self._has_entered()
+        return standing
+
+    def check(self, report: Reports) -> Fit:
+        """Whether there is room for the plan in force. Where there is not, allocate nothing."""
+        return self._call("check", self._steps.check(report), lambda: Fit(True))
 
     def veto(
         self,
@@ -235,23 +162,14 @@ class Rendezvous:
         trace: str | None = None,
     ) -> None:
         """Say no for all: every rank hears this text at once. Ends this process's part."""
-        self._say(
-            "veto",
-            _valid(
-                Veto,
-                rank=self.ranks[0] if rank is None else rank,
-                code=code,
-                text=_masked(text),
-                trace=_masked(trace) if trace else None,
-                retryable=retryable,
-            ),
-        )
-        self._end(LEFT_CLOSE_S)
+        steps = self._steps.veto(text, rank=rank, code=code, retryable=retryable, trace=trace)
+        self._say("veto", steps)
+        self._has_gone(None, text, retryable)
 
     def leave(self, reason: str | None = None) -> None:
         """Say that this process goes away. Before the seal that ends the round for all."""
-        self._say("leave", _valid(Leave, reason=reason[:1024] if reason else None))
-        self._end(LEFT_CLOSE_S)
+        self._say("leave", self._steps.leave(reason))
+        self._has_gone(None)
 
     def close(self) -> None:
         """End this process's part; like the end of the with-block. Safe to call twice."""
@@ -268,190 +186,55 @@ class Rendezvous:
     ) -> None:
         self._go(fault)
 
-    # --- going ----------------------------------------------------------------------------------
+    # --- how they are carried out ---------------------------------------------------------------
+
+    def _call(self, name: str, steps: Flow[T], otherwise: Callable[[], Any]) -> T:
+        """Perform them; in mode observe do so beside, and in mode off not at all."""
+        if self.mode == "off":
+            result: T = otherwise()
+            return result
+        if self._observer is not None:
+            self._observer.later(steps)
+            result = otherwise()
+            return result
+        return self._run(name, steps)
+
+    def _run(self, name: str, steps: Flow[T], *, going: bool = False) -> T:
+        with self._once.call(name, going=going):
+            try:
+                if self._driver is None:
+                    return run_alone(steps)
+                return self._driver.run(steps)
+            except (RoundEnded, Superseded) as end:
+                self._told(end)
+                raise
+
+    def _say(self, name: str, steps: Flow[None]) -> None:
+        if self.mode == "off":
+            return
+        if self._observer is not None:
+            self._observer.at_once(steps)
+        else:
+            self._run(name, steps, going=True)
 
     def _go(self, fault: BaseException | None) -> None:
         """Say why this process goes, unless it is said. Never masks the fault itself."""
-        with suppress(Exception):
-            if not self._goodbye:
-                self._end(LEFT_CLOSE_S)
-            elif fault is None:
-                self.leave("left before the round was sealed")
-            elif isinstance(first := first_cause(fault), RoundEnded | Superseded | NoVerdict):
-                # A consequence, never a cause: peers that still wait must not be told it as one.
-                self.leave(type(first).__name__)
-            else:
-                trace = "".join(traceback.format_exception(fault))
-                self.veto(cause_text(first), trace=trace)
-
-    def _say(self, noun: Any, message: Veto | Leave) -> None:
-        self._goodbye = False
-        if self._seat is None:
+        if self._once.in_child or self.mode == "off":
             return
-        said = flow.say(self._seat, noun, _bytes(message), now_s=time.monotonic())
-        # In a thread of its own: looking up a name has no timeout, and the exit must go on.
-        goodbye = threading.Thread(
-            target=self._drive_quietly, args=(said,), name="kvaccord-goodbye", daemon=True
-        )
-        goodbye.start()
-        goodbye.join(GOODBYE_S)
-
-    def _drive_quietly(self, steps: Flow[Any]) -> None:
-        with suppress(Exception):  # a goodbye that fails is one that was not heard
-            self._drive(steps)
-
-    def _end(self, wait_s: float) -> None:
-        if self._session is not None:
-            self._session.close(wait_s=wait_s)
-        if self._wire is not None:
-            self._wire.close()
-
-    # --- the driver -----------------------------------------------------------------------------
-
-    def _drive(self, steps: Flow[T]) -> T:
-        """Perform what a flow asks for until it returns or raises."""
-        try:
-            effect = next(steps)
-            while True:
-                effect = steps.send(self._perform(effect))
-        except StopIteration as end:
-            result: T = end.value
-            return result
-
-    def _perform(self, effect: Effect) -> Answer:
-        match effect:
-            case Call():
-                assert self._wire is not None, "a flow runs only with a coordinator"
-                answer = self._wire.call(effect)
-                if answer.error is not None:
-                    log.debug("%s %s: %s", effect.method, effect.path, answer.error)
-                return answer
-            case Sleep(at_most_s, after_s, unless):
-                pause_s = after_s + chance.uniform(0.0, at_most_s)
-                if unless is not None and self._session is not None:
-                    return self._hear(Hear(unless, pause_s), through_cuts=True)
-                time.sleep(pause_s)
-                return Answer(time.monotonic())
-            case Hear():
-                return self._hear(effect, through_cuts=False)
-
-    def _hear(self, effect: Hear, *, through_cuts: bool) -> Answer:
-        assert self._session is not None, "only a claimed process hears"
-        news = self._session.hear(effect.what, effect.timeout_s, through_cuts=through_cuts)
-        return Answer(
-            time.monotonic(),
-            document=news.document,
-            problem=news.problem,
-            attached=news.attached,
-        )
+        if self._observer is not None:
+            self._observe_going(fault)
+            return
+        with suppress(Exception):
+            self._run("close", self._steps.going(fault), going=True)
+        self._has_gone(fault)
 
 
-# --- causes -------------------------------------------------------------------------------------
-
-
-def first_cause(fault: BaseException) -> BaseException:
-    """The innermost first exception: what the others were raised from, or while handling it."""
-    seen = {id(fault)}
-    while True:
-        below = fault.__cause__ or (None if fault.__suppress_context__ else fault.__context__)
-        if below is None or id(below) in seen:
-            return fault
-        seen.add(id(below))
-        fault = below
-
-
-def cause_text(fault: BaseException) -> str:
-    """ "TypeName: message", whatever the exception's own __str__ does."""
+def run_alone(steps: Flow[T]) -> T:
+    """Steps of a world of one without a coordinator: there is nobody to ask."""
     try:
-        said = str(fault)
-    except Exception:
-        said = "its message cannot be shown"
-    return f"{type(fault).__name__}: {said}" if said else type(fault).__name__
-
-
-_SECRET = re.compile(
-    r"(?i)((?:token|secret|passw(?:or)?d|api[_-]?key|authorization|credential)s?[\"']?\s*[=:]\s*"
-    r"(?:bearer\s+)?[\"']?)[^\s\"',;&]+"
-)
-
-
-def _masked(text: str) -> str:
-    # A cause is shown to every rank and on the page, and kept.
-    return _SECRET.sub(r"\1***", text)
-
-
-# --- arguments ----------------------------------------------------------------------------------
-
-
-def _name(variable: str, template: str) -> str:
-    """A namespace or engine name, with {POD_NAME} and the like expanded."""
-
-    def expanded(match: re.Match[str]) -> str:
-        name = match[1]
-        value = os.environ.get(name) or (socket.gethostname() if name == "HOSTNAME" else "")
-        if not value:
-            raise Invalid(
-                f"{variable} is {template!r} and the environment has no {name}; set {name}, on"
-                " Kubernetes from the pod's fields or labels",
-                field=variable,
-                value=template,
-            )
-        return value
-
-    name = re.sub(r"\{(POD_NAME|HOSTNAME|LWS_GROUP_INDEX)\}", expanded, template)
-    try:
-        return TypeAdapter[str](EngineWord).validate_python(name)
-    except ValidationError:
-        raise Invalid(
-            f"{variable} is {name!r}; it must be 1 to 128 of A-Z a-z 0-9 . _ - and begin with a"
-            " letter or digit",
-            field=variable,
-            value=name,
-        ) from None
-
-
-def _host() -> str:
-    # Whatever a machine is called must not keep it from starting.
-    return re.sub(r"[^\x21-\x7e]", "?", socket.gethostname())[:255] or "unknown"
-
-
-def _launch(launch: Launch | str | None, world_size: int, nonce: str) -> Launch:
-    if isinstance(launch, Launch):
-        return launch
-    if launch is not None:
-        return parse(launch)
-    return launch_from(os.environ, world_size=world_size, nonce=nonce)
-
-
-def _seconds(variable: str) -> float | None:
-    text = os.environ.get(variable, "").strip()
-    if not text:
-        return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise Invalid(
-            f"{variable} is {text!r}; it must be a number of seconds above 0",
-            field=variable,
-            value=text,
-        )
-    return seconds
-
-
-def _valid(kind: type[M], **fields: Any) -> M:
-    """A message, or Invalid with its first fault in one sentence."""
-    try:
-        return kind(**fields)
-    except ValidationError as fault:
-        first = fault.errors(include_url=False)[0]
-        field = ".".join(map(str, first["loc"])) or None
-        raise Invalid(
-            f"{field}: {first['msg']}" if field else first["msg"],
-            field=field or first.get("ctx", {}).get("field"),
-        ) from None
-
-
-def _bytes(message: BaseModel) -> bytes:
-    return message.model_dump_json(exclude_none=True).encode()
+        next(steps)
+        while True:
+            steps.send(Answer(0.0))  # only Detach is asked for
+    except StopIteration as end:
+        result: T = end.value
+        return result

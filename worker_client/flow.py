@@ -1,7 +1,8 @@
 """What a process says next, and what it makes of the answer. Pure: no clock, chance, I/O, threads.
 
 A flow is a generator: it yields an effect, is sent the Answer, and returns a result or raises one
-of kvaccord.errors. The driver (client.py) performs the effects; a test is a driver too.
+of kvaccord.errors. A driver performs the effects: client.py by blocking, aio.py by awaiting; a
+test is a driver too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn, TypeVar, cast
 
-from kvaccord.canonical import canonical
 from kvaccord.decision import Decision, Frozen, Outcome
 from kvaccord.errors import (
     Aborted,
@@ -19,14 +19,13 @@ from kvaccord.errors import (
     Invalid,
     NoVerdict,
     Problem,
-    Refused,
     Retryable,
     Unavailable,
-    problem_from,
 )
 from kvaccord.layout import named
 from kvaccord.messages import Join, Report
-from kvaccord.plan import available_bytes, needs
+from kvaccord.room import available_bytes, needs
+from worker_client.reading import decision_in, object_in, outcome_in, problem_in, reading
 
 BACKOFF_MIN_S, BACKOFF_MAX_S = 0.2, 5.0
 CALL_S = 10.0  # an answer that does not wait for other ranks is due by then
@@ -78,7 +77,30 @@ class Hear:
     timeout_s: float
 
 
-Effect = Call | Sleep | Hear
+@dataclass(frozen=True)
+class Attach:
+    """Open the session of this seat unless it is open, and wait so long for it to be up."""
+
+    seat: Seat
+    wait_s: float
+
+
+@dataclass(frozen=True)
+class Detach:
+    """End the session, wait so long for its threads, and close all connections."""
+
+    wait_s: float
+
+
+@dataclass(frozen=True)
+class Aside:
+    """Perform these steps for so long at most; what goes wrong there does not matter here."""
+
+    steps: Flow[Any]
+    within_s: float
+
+
+Effect = Call | Sleep | Hear | Attach | Detach | Aside
 
 
 @dataclass(frozen=True)
@@ -131,7 +153,7 @@ class Seat:
         return {"Kvaccord-Attempt": self.token}
 
 
-# --- reading answers ----------------------------------------------------------------------------
+# --- repeating ----------------------------------------------------------------------------------
 
 
 class _Again(Exception):
@@ -142,89 +164,27 @@ class _Again(Exception):
         self.retry_after_s = retry_after_s
 
 
-# What a proxy says while there is no coordinator behind it.
-_NOBODY_BEHIND = {404, 408, 421, 425, 429}
-
-
-def problem_in(status: int, body: bytes) -> Problem | None:
-    """The problem of an answer other than 200 and 202; None when it may go away by itself.
-
-    A refusal in words that are not ours is final too, except where a proxy speaks for a
-    coordinator that is not there yet.
-    """
-    document = _object(body)
-    if isinstance(document.get("code"), str):
-        return problem_from(document, status=status)
-    if 400 <= status < 500 and status not in _NOBODY_BEHIND:
-        said = body[:200].decode(errors="replace").strip()
-        return Refused(f"answered {status}, not as a coordinator does: {said!r}")
-    return None
-
-
-def decision_in(body: bytes, seat: Seat, *, digest: str | None = None) -> Decision:
-    """A decision as received, checked to be whole and about this round. Raises ValueError."""
-    decision = Decision(body)
-    _check(decision, seat, digest, {"PASSED", "FAILED"})
-    if decision.passed:
-        with _reading("plan"):
-            for rank in seat.ranks:
-                if not decision.entries(rank):
-                    raise ValueError(f"it is PASSED and has no plan for rank {rank}")
-    return decision
-
-
-def outcome_in(body: bytes, seat: Seat, *, digest: str | None = None) -> Outcome:
-    """An outcome as received, checked like a decision."""
-    outcome = Outcome(body)
-    _check(outcome, seat, digest, {"SEALED", "ABORTED"})
-    return outcome
-
-
-def _check(frozen: Frozen, seat: Seat, digest: str | None, results: set[str]) -> None:
-    if digest is not None and frozen.digest != digest:
-        raise ValueError(f"the bytes have {frozen.digest}, the header says {digest}")
-    with _reading("document"):
-        # Only one byte string is the document: what came cut or re-spelt is not it.
-        if canonical(frozen.document) != frozen.body:
-            raise ValueError("the bytes are not in canonical form")
-        about = (frozen.document["engine"], frozen.round, frozen.result in results)
-        if about != (seat.name, seat.round, True):
-            raise ValueError(f"it is about {frozen.sentence[:120]!r}")
-        _ = frozen.sentence, frozen.ranks, frozen.causes, frozen.retryable
-
-
-class _reading:
-    """Whatever is missing in a document of theirs is a ValueError of ours."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, fault: object, tb: object) -> None:
-        if kind is not None and issubclass(kind, (LookupError, TypeError, StopIteration)):
-            raise ValueError(f"the {self.what} lacks something: {kind.__name__} {fault}")
-
-
-def _object(body: bytes) -> dict[str, Any]:
-    try:
-        document = json.loads(body)
-    except ValueError:
-        return {}
-    return document if isinstance(document, dict) else {}
-
-
 def _in_earnest(answer: Answer) -> None:
     """Return for 200 and 202. Raises what refuses, and _Again for what may go away."""
     if answer.error is not None:
         raise _Again(answer.error)
     if answer.status in (200, 202):
+        if "html" in answer.headers.get("content-type", ""):
+            raise _Again(f"answered {answer.status} with a page of HTML: no coordinator is there")
         return
     problem = problem_in(answer.status, answer.body)
     if problem is not None and not isinstance(problem, Unavailable | Retryable):
         raise problem
     retry_after_s = problem.retry_after_s if problem else None
-    raise _Again(f"answered {answer.status}" + (f" {problem}" if problem else ""), retry_after_s)
+    said = f"answered {answer.status}"
+    if problem is not None:
+        said += f" {problem}"
+    elif 300 <= answer.status < 400:
+        target = answer.headers.get("location", "elsewhere")[:200]
+        said += f", a redirect to {target}, which is not followed: no coordinator redirects"
+    elif "html" in answer.headers.get("content-type", ""):
+        said += " with a page of HTML: something else answers there"
+    raise _Again(said, retry_after_s)
 
 
 @dataclass
@@ -236,9 +196,12 @@ class _Patience:
     now_s: float
     patience_s: float
     explicit: bool  # the caller's own word is not lengthened by what the server says
+    then: str = "do not allocate, exit"
     tries: int = 0
     pause_s: float = BACKOFF_MIN_S
     last: str = "nothing yet"
+    failed: bool = False
+    before: str = ""  # what came before the last, if it was something else
 
     def __post_init__(self) -> None:
         self.began_s = self.now_s
@@ -262,7 +225,10 @@ class _Patience:
 
     def pause(self, again: _Again, *, unless: What | None = None) -> Flow[Answer]:
         """Back off before the next try. Raises NoVerdict when there will be none."""
-        self.last = str(again)
+        if str(again) != self.last:
+            # The last try has little time left and often says no more than that.
+            self.before, self.last = (self.last if self.failed else ""), str(again)
+        self.failed = True
         after_s = min(again.retry_after_s or 0.0, RETRY_AFTER_MAX_S)
         if self.left_s <= after_s:
             self.end()
@@ -274,7 +240,8 @@ class _Patience:
     def end(self) -> NoReturn:
         raise NoVerdict(
             f"{self.address}: {self.wanted} after {self.now_s - self.began_s:.1f} s and"
-            f" {self.tries} tries, the last: {self.last}; do not allocate, exit"
+            f" {self.tries} tries, the last: {self.last}{f', before: {self.before}' if self.before else ''};"
+            f" {self.then}"
         )
 
 
@@ -321,8 +288,8 @@ def enter(
         patience.deadline_s = patience.now_s + server_s
 
     def seated(answer: Answer) -> Seat:
-        with _reading("claim"):
-            document = _object(answer.body)
+        with reading("claim"):
+            document = object_in(answer.body)
             report_s = float(document["budgets"]["report_s"]["hard"])
             return Seat(
                 address=address,
@@ -342,8 +309,8 @@ def enter(
 
 
 def _reserved(answer: Answer) -> tuple[str, float]:
-    with _reading("join"):
-        document = _object(answer.body)
+    with reading("join"):
+        document = object_in(answer.body)
         token = document["token"]
         if not (isinstance(token, str) and token.isascii() and token.isprintable() and token):
             raise ValueError(f"its token is {token!r}")
@@ -365,14 +332,19 @@ def agree(
         seat.claimed_s + seat.round_s + GRACE_S - now_s if patience_s is None else patience_s,
         explicit=patience_s is not None,
     )
-    body = json.dumps(
-        {str(rank): report.model_dump(exclude_none=True) for rank, report in reports.items()}
-    ).encode()
-    decision = yield from _settle(seat, "decision", "reports", body, patience, decision_in)
+    decision = yield from _settle(
+        seat, "decision", "reports", _reports(reports), patience, decision_in
+    )
     if not decision.passed:
         raise Failed(decision)
     check_offer(decision, reports)
     return decision
+
+
+def _reports(reports: Mapping[int, Report]) -> bytes:
+    return json.dumps(
+        {str(rank): report.model_dump(exclude_none=True) for rank, report in reports.items()}
+    ).encode()
 
 
 def build(
@@ -436,7 +408,7 @@ def _settle(
             _in_earnest(answer)
             if answer.status == 200:
                 return read(answer.body, seat, digest=answer.headers.get("kvaccord-digest", ""))
-            remaining_s = _object(answer.body).get("remaining_s")
+            remaining_s = object_in(answer.body).get("remaining_s")
             if not isinstance(remaining_s, int | float):
                 raise ValueError("202 without remaining_s")
         except _Again as again:
@@ -461,10 +433,7 @@ def check_offer(decision: Decision, reports: Mapping[int, Report]) -> None:
     A plan for less is no fault: a fault rule may have shrunk the report.
     """
     for rank, report in reports.items():
-        need, entries = needs(report), decision.entries(rank)
-        each = dict(need.state_bytes)
-        if need.page is not None:
-            each[need.page.name] = need.page_bytes
+        each, entries = needs(report).entry_bytes, decision.entries(rank)
         if entries.keys() != each.keys():
             raise Invalid(
                 f"the plan for rank {rank} has the classes {sorted(entries)}, its report"
@@ -498,3 +467,93 @@ def say(
         answer = yield Sleep(min(BACKOFF_MIN_S, max(0.0, deadline_s - answer.now_s)))
         now_s = answer.now_s
     return None
+
+
+# --- after the seal -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How the sealed round stands. ranks: those that are known to have left or been lost."""
+
+    whole: bool
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the plan in force asks of one class on one rank, and what there is room for now."""
+
+    rank: int
+    name: str
+    planned: int
+    room: int
+
+    @property
+    def fits(self) -> bool:
+        return self.room >= self.planned
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether there is room for the plan in force. A rank without it must not allocate."""
+
+    fits: bool
+    rooms: tuple[Room, ...] = ()
+
+    def __str__(self) -> str:
+        if self.fits:
+            return "the plan in force fits"
+        short = [r for r in self.rooms if not r.fits]
+        each = (f"rank {r.rank}: {r.name} planned {r.planned}, room for {r.room}" for r in short)
+        return f"plan_no_longer_fits: {'; '.join(each)}"
+
+
+def standing(seat: Seat, *, now_s: float, patience_s: float | None = None) -> Flow[Standing]:
+    """Ask how the sealed round stands; says that this process serves and keeps its session."""
+
+    def read(answer: Answer) -> Standing:
+        with reading("standing"):
+            document = object_in(answer.body)
+            if (word := document["standing"]) not in ("whole", "broken"):
+                raise ValueError(f"its standing is {word!r}")
+            return Standing(word == "whole", tuple(map(int, document.get("ranks", ()))))
+
+    call = Call("POST", f"{seat.path}/serving", None, seat.headers)
+    return (yield from _ask(call, _question(seat, "no standing", now_s, patience_s), read))
+
+
+def check(
+    seat: Seat,
+    reports: Mapping[int, Report],
+    *,
+    now_s: float,
+    patience_s: float | None = None,
+) -> Flow[Fit]:
+    """Ask whether these reports still have room for the plan in force."""
+
+    def read(answer: Answer) -> Fit:
+        with reading("answer to check"):
+            document = object_in(answer.body)
+            if not isinstance(document["fits"], bool):
+                raise ValueError(f"fits is {document['fits']!r}")
+            rooms = (
+                Room(int(r["rank"]), str(r["class"]), int(r["planned"]), int(r["room"]))
+                for r in document.get("ranks", ())
+            )
+            return Fit(document["fits"], tuple(rooms))
+
+    headers = {**seat.headers, "Content-Type": "application/json"}
+    call = Call("POST", f"{seat.path}/check", _reports(reports), headers)
+    return (yield from _ask(call, _question(seat, "no answer to check", now_s, patience_s), read))
+
+
+def _question(seat: Seat, wanted: str, now_s: float, patience_s: float | None) -> _Patience:
+    return _Patience(
+        seat.address,
+        f"{wanted} for {seat}",
+        now_s,
+        GRACE_S if patience_s is None else patience_s,
+        explicit=patience_s is not None,
+        then="what was sealed stands",
+    )

@@ -10,7 +10,7 @@ from pydantic import Field
 from coordinator.api.common import json_response
 from coordinator.verdict import judge_reports
 from kvaccord.errors import Invalid
-from kvaccord.layout import MAX_WORLD, Layout, named
+from kvaccord.layout import MAX_WORLD, Groups, Layout, named
 from kvaccord.messages import Message, Rank, Report
 
 router = APIRouter()
@@ -18,10 +18,11 @@ router = APIRouter()
 
 class ReportRow(Report):
     rank: Rank
+    groups: Groups | None = None
 
     def report(self) -> Report:
         return Report.model_construct(
-            self.model_fields_set - {"rank"},
+            self.model_fields_set - {"rank", "groups"},
             **{name: getattr(self, name) for name in Report.model_fields},
         )
 
@@ -53,8 +54,9 @@ async def plan(body: PlanQuestion) -> Response:
             field="reports",
             value="absent",
         )
-    verdict = judge_reports(body.layout, rows, hosts={})
-    answer = {"verdict": verdict.fields()}
+    groups = {row.rank: row.groups for row in body.reports if row.groups}
+    verdict = judge_reports(body.layout, rows, {}, groups)
+    answer = {"verdict": verdict.document()}
     if verdict.plan is not None:
         answer["plan"] = verdict.plan
     return json_response(answer)

@@ -173,7 +173,7 @@ async def status(request: Request, name: Place, n: AnyRound, wait_s: WaitS = 0) 
     if wait_s and round_.open:
         await service.cell(name).change(min(wait_s, LONG_POLL_S))
         round_ = service.round(name, n)
-    watched = service.presence.watched(name, round_.number)
+    watched = service.presence.watched(name)
     return json_response(
         {
             "engine": str(name),

@@ -115,7 +115,7 @@ class SqliteLog:
         self._waiting.append(append)
         # The first to come to the thread commits for all that wait; the others find it done.
         # Shielded: a caller that goes away leaves nothing behind for some later commit.
-        await asyncio.shield(self._run(self._commit_waiting))
+        await asyncio.shield(self._start(self._commit_waiting))
         if append.error:
             raise append.error
 
@@ -157,7 +157,7 @@ class SqliteLog:
         self, engine: EngineName, round: int, phase: str, elapsed_s: float
     ) -> None:
         self._elapsed[engine] = further((round, phase, elapsed_s), self._elapsed.get(engine))
-        await asyncio.shield(self._run(self._save_elapsed))
+        await self._run(self._save_elapsed)
 
     def _save_elapsed(self) -> None:
         rows = []
@@ -206,11 +206,14 @@ class SqliteLog:
         finally:
             self._file.release()
 
-    async def _run(self, work: Callable[[], T]) -> T:
+    def _start(self, work: Callable[[], T]) -> asyncio.Future[T]:
         if self._closed:
             raise LogUnavailable(f"{self._file.path} has been closed: the coordinator stops")
+        return asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _run(self, work: Callable[[], T]) -> T:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            return await self._start(work)
         except sqlite3.Error as error:
             raise self._unavailable(error) from error
 

@@ -38,6 +38,7 @@ HELD = (
     " from (select max(n) + 1 as held from entries group by namespace, engine)"
 )
 MAGIC = b"SQLite format 3\x00"
+EFFECTIVE = os.access in os.supports_effective_ids
 WAL_MAGIC = b"\x37\x7f\x06"  # and 82 or 83, which tells the byte order
 
 
@@ -58,24 +59,26 @@ class StoreFile:
         self._known: list[tuple[int, int] | None] = []
         with said(self.path):
             _look_at_rights(self.path)
-            lock = Path(self._names[-1])
-            made = not lock.exists()
-            self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock = os.open(self._names[-1], os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                try:
-                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError as error:
-                    raise in_use(self.path) from error
+                self._take()
                 if _size(self.path):
                     _read_through(self.path, None if believe else self._witness())
                 else:
                     _look_at_place(self.path)
                     _make(self.path)
             except BaseException:
-                if made:
-                    lock.unlink()
                 self.release()
                 raise
+
+    def _take(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise in_use(self.path) from error
+        taken = os.fstat(self._lock)
+        if (taken.st_dev, taken.st_ino) != _identity(self._names[-1]):
+            raise in_use(self.path)  # somebody removed it meanwhile: what is locked is no lock
 
     def open(self) -> sqlite3.Connection:
         """In earnest, brought up to this version."""
@@ -88,9 +91,10 @@ class StoreFile:
                     raise refused(self.path, f"cannot be kept in WAL mode ({mode})")
                 db.execute("begin immediate")  # fails now, rather than at the first append
                 (version,) = db.execute("pragma user_version").fetchone()
-                _climb(db, version)
+                if version < SCHEMA_VERSION:
+                    _climb(db, version)
                 db.execute("commit")
-                if version != SCHEMA_VERSION:
+                if version < SCHEMA_VERSION:
                     # The version is read from the file itself, before its -wal is looked at.
                     db.execute("pragma wal_checkpoint(truncate)").fetchone()
             except BaseException:
@@ -221,7 +225,7 @@ def _identity(name: str) -> tuple[int, int] | None:
 def _look_at_rights(place: Path) -> None:
     # SQLite would open a file that it cannot write, and say so only at the first append.
     for needed in (place, place.parent):
-        if needed.exists() and not os.access(needed, os.W_OK, effective_ids=True):
+        if needed.exists() and not os.access(needed, os.W_OK, effective_ids=EFFECTIVE):
             raise refused(
                 place,
                 f"cannot be used: {needed} is read-only for user {os.geteuid()}",
@@ -246,18 +250,27 @@ def _look_at_header(place: Path) -> None:
     version, application = (int.from_bytes(header[at : at + 4], "big") for at in (60, 68))
     if not header.startswith(MAGIC) or len(header) < 100:
         raise refused(place, "is no readable SQLite file", "restore a backup")
-    found = f"(application_id {application:#x}, user_version {version})"
     if application != APPLICATION_ID:
-        raise refused(place, f"is not a kvaccord store {found}")
+        found = f"application_id {application:#x}, user_version {version}"
+        raise refused(place, f"is not a kvaccord store ({found})")
+    _look_at_version(place, version)
+
+
+def _look_at_version(place: Path, version: int) -> None:
     if not 1 <= version <= SCHEMA_VERSION:
-        raise refused(place, f"was written by a newer kvaccord {found}", "install that one")
+        raise refused(
+            place,
+            f"was written by a newer kvaccord (version {version} of the store, this one knows"
+            f" {SCHEMA_VERSION})",
+            "install that one",
+        )
 
 
 def _read_through(place: Path, witness: tuple[str, int] | None) -> None:
     """All of it, while nothing is written: not even what closing a database usually writes."""
     wal, shm = Path(f"{place}-wal"), Path(f"{place}-shm")
     written = _size(wal) > 0
-    if written and not (_bytes(place, 18, 2) == b"\2\2" and _bytes(wal, 0, 3) == WAL_MAGIC):
+    if written and not _belong_together(place, wal):
         raise refused(
             place,
             f"and {wal} do not belong together",
@@ -270,25 +283,32 @@ def _read_through(place: Path, witness: tuple[str, int] | None) -> None:
             if faults != "ok":
                 fault = faults.splitlines()[-1]  # after a headline
                 raise refused(place, f"is no readable SQLite file ({fault})", "restore a backup")
+            _look_at_version(place, *db.execute("pragma user_version").fetchone())
             stores = db.execute("select id, key from store").fetchall()
             (held,) = db.execute(HELD).fetchone()
+        match stores:
+            case [(str(store_id), bytes(key))] if store_id and len(key) == 32:
+                pass
+            case _:
+                raise refused(place, "has lost its id or its key", "restore a backup")
+        if witness and witness[0] == store_id and held < witness[1]:
+            raise refused(
+                place,
+                f"holds {held} entries where {witness[1]} were acknowledged, so it has lost {wal}"
+                " or is an older copy",
+                "bring back the newer files, or accept the loss with `kvaccord store restored"
+                f" --store sqlite:///{place}`",
+            )
     except BaseException:
         if not had_shm:
             shm.unlink(missing_ok=True)
         raise
-    match stores:
-        case [(str(store_id), bytes(key))] if store_id and len(key) == 32:
-            pass
-        case _:
-            raise refused(place, "has lost its id or its key", "restore a backup")
-    if witness and witness[0] == store_id and held < witness[1]:
-        raise refused(
-            place,
-            f"holds {held} entries where {witness[1]} were acknowledged, so it has lost {wal} or is"
-            " an older copy",
-            f"bring back the newer files, or accept the loss with `kvaccord store restored --store"
-            f" sqlite:///{place}`",
-        )
+
+
+def _belong_together(place: Path, wal: Path) -> bool:
+    # A copy by `kvaccord store backup` is not in WAL mode yet. A -wal that begins with zeros was
+    # cut off by a loss of power before anything in it was acknowledged.
+    return _bytes(place, 18, 2) == b"\2\2" and _bytes(wal, 0, 3) in (WAL_MAGIC, bytes(3))
 
 
 def _bytes(place: Path, offset: int, size: int) -> bytes:

@@ -35,24 +35,21 @@ def back_up(path: str, target: Path) -> Summary:
         raise StoreUnreadable(f"{target} cannot be written ({error}); name another") from error
     try:
         with said(source), closing(connect(source, "mode=ro")) as db:
-            db.execute("select count(*) from store").fetchone()  # it can be read: errors are its
-        try:
-            with closing(connect(source, "mode=ro")) as db:
+            db.execute("select id from store").fetchone()  # what fails from here on is the copying
+            try:
                 db.execute("vacuum into ?", (part,))
-            os.fsync(fd)
-            with closing(connect(Path(part).absolute(), "immutable=1")) as copy:
-                summary = _summary(copy)
-            os.replace(part, target)
-            sync_folder(target.parent)
-        except (sqlite3.Error, OSError) as error:
-            raise StoreUnreadable(
-                f"{source} could not be copied to {target} ({error}); there is no backup"
-            ) from error
-    except BaseException:
-        Path(part).unlink(missing_ok=True)
-        raise
+                os.fsync(fd)
+                with closing(connect(Path(part).absolute(), "immutable=1")) as copy:
+                    summary = _summary(copy)
+                os.replace(part, target)
+                sync_folder(target.parent)
+            except (sqlite3.Error, OSError) as error:
+                raise StoreUnreadable(
+                    f"{source} could not be copied to {target} ({error}); there is no backup"
+                ) from error
     finally:
         os.close(fd)
+        Path(part).unlink(missing_ok=True)
     return summary
 
 

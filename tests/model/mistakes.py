@@ -1,0 +1,307 @@
+"""Planted mistakes: one guard removed each. Every one must be refuted, by the property it names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tests.model.protocol import Edit, Found, Process, Rules, Scope, explore
+from tests.model.scopes import LaunchScope, PresenceScope, RoundScope, StaleScope
+
+Make = Callable[[Rules], Scope]
+
+A0, A1, A2 = (Process(f"a{r}", (r,)) for r in range(3))
+HEIR = Process("a0-again", (0,), after=0)  # a0's place, started when a0 has died
+NEXT0 = Process("next0", (0,), restart=1)
+NEXT1 = Process("next1", (1,), restart=1)
+OTHER1 = Process("other1", (1,), run="B")
+BOTH = Process("a01", (0, 1))
+TERMS = Process("a1-tp3", (1,), tp=3)
+
+SCOPES: dict[str, Make] = {
+    "round of 3": lambda r: RoundScope(r, (A0, A1, A2), 3),
+    "round of 3, unequal": lambda r: RoundScope(r, (A0, A1._replace(length=9), A2), 3),
+    "round of 2+1": lambda r: RoundScope(r, (BOTH, Process("a2", (2,))), 3),
+    "launch: restarts": lambda r: LaunchScope(r, (A0, A1, A2, HEIR, NEXT1), 3, watched=(0, 3)),
+    "launch: another run": lambda r: LaunchScope(r, (A0, A1, A2, OTHER1), 3),
+    "launch: all": lambda r: LaunchScope(r, (A0, A1, HEIR, NEXT0, OTHER1), 2, watched=(0, 2)),
+    "launch: chain": lambda r: LaunchScope(
+        r, (A0, A1, HEIR, Process("a0-third", (0,), after=2)), 2, watched=(0, 2)
+    ),
+    "launch: terms": lambda r: LaunchScope(r, (A0, A1, TERMS, BOTH), 2, watched=(0, 1, 3)),
+    "stale": lambda r: StaleScope(r, 3),
+    "presence: one": lambda r: PresenceScope(r, crashes=2, orphans=True),
+    "presence: two": lambda r: PresenceScope(r, coordinators=2, attach="always"),
+}
+
+
+class Mistake(NamedTuple):
+    """what: the property that must refute it. scope: a name of SCOPES, or a scope of its own."""
+
+    what: str
+    scope: str | Make
+    edits: tuple[Edit, ...] = ()
+    cleared: str = "within"
+    note: str = ""
+
+
+def rule(function: str, old: str, new: str) -> Edit:
+    return Edit("round.py", function, old, new)
+
+
+def state(function: str, old: str, new: str) -> Edit:
+    return Edit("engine.py", function, old, new)
+
+
+MISTAKES: dict[str, Mistake] = {
+    # S1, S2: one decision, and it stays
+    "append at n is not compared": Mistake("S1", lambda r: StaleScope(r, 2, compares=False)),
+    "append at n is not compared, with an outcome": Mistake(
+        "S2", lambda r: StaleScope(r, 2, compares=False)
+    ),
+    "told before it is durable": Mistake("S1", lambda r: StaleScope(r, 2, tells_first=True)),
+    "an append without an answer is repeated blindly": Mistake(
+        "S1", lambda r: StaleScope(r, 2, repeats_blindly=True)
+    ),
+    "a budget's end after the round ended": Mistake(
+        "S2",
+        "round of 3",
+        (rule("_on_spend", "round_ is None or not round_.open", "round_ is None"),),
+    ),
+    "an abort rewrites the verdict": Mistake(
+        "S1", "round of 3", (rule("_end", "if round_.verdict is None", "if True"),)
+    ),
+    # S3: what PASSED means
+    "passed over a veto": Mistake(
+        "S3", "round of 3", (rule("settle", "round_.causes or round_.suspects", "round_.suspects"),)
+    ),
+    "passed while a suspect's loss is on its way": Mistake(
+        "S3", "round of 3", (rule("settle", "or round_.suspects ", ""),)
+    ),
+    "passed over unequal inputs": Mistake(
+        "S3",
+        "round of 3, unequal",
+        (Edit("verdict.py", "judge_reports", "if planned.findings:", "if False:"),),
+    ),
+    "planned over one report": Mistake(
+        "S3",
+        "round of 3",
+        (
+            Edit(
+                "verdict.py",
+                "judge_reports",
+                "plan(layout, reports,",
+                "plan(layout, dict.fromkeys(reports, reports[2]),",
+            ),
+        ),
+    ),
+    "passed before all have reported": Mistake(
+        "TOTAL",
+        "round of 3",
+        (state("waiting_for", "if r not in self.sent]", "if r not in self.sent][1:]"),),
+    ),
+    "a replaced member's report counts": Mistake(
+        "S3",
+        "launch: restarts",
+        (
+            state("fits_in", "and round_.slots.keys().isdisjoint(join.ranks)", ""),
+            rule(
+                "_claim_of_this_launch",
+                "taken and all((m.gone or m.suspect for m in taken))",
+                "False",
+            ),
+            rule("_claim_of_this_launch", "if taken:", "if False:"),
+        ),
+    ),
+    # S4: nobody is blamed whose word was acknowledged
+    "who has reported is called missing": Mistake(
+        "S4",
+        "round of 3",
+        (
+            rule(
+                "_time_ran_out",
+                "waited_for = round_.waiting_for",
+                "waited_for = list(range(round_.layout.world_size))",
+            ),
+        ),
+    ),
+    "a budget that does not run ends the round": Mistake(
+        "RULE3", "round of 3", (rule("_on_spend", "command.what != round_.phase or ", ""),)
+    ),
+    # S5: nothing of what is past has any effect
+    "no fence between attempts": Mistake(
+        "S5",
+        "launch: restarts",
+        (state("_claimed", "if a > attempt or (", "if a != attempt or ("),),
+    ),
+    "the join claims": Mistake("S5", lambda r: LaunchScope(r, (A0, A1, HEIR), 2, one_step=True)),
+    "a report for another round counts": Mistake(
+        "S5",
+        "launch: restarts",
+        (
+            rule("member_of", "engine.rounds.get(number)", "engine.last"),
+            rule(
+                "member_of",
+                "round_.members.get(attempt)",
+                "(engine.round_of(attempt) or round_).members.get(attempt)",
+            ),
+        ),
+    ),
+    "two restarts are one launch": Mistake(
+        "S5",
+        "launch: restarts",
+        (
+            rule(
+                "_on_claim",
+                "join.launch.run == last.launch.run and join.launch.restart == last.launch.restart",
+                "join.launch.run == last.launch.run",
+            ),
+        ),
+    ),
+    "no fence between launches": Mistake(
+        "S5", "launch: restarts", (rule("_fence", "if old:", "if False:"),)
+    ),
+    "a run that was left comes back": Mistake(
+        "S5",
+        "launch: all",
+        (rule("_fence", "old = attempt <= left_at or not came_back", "old = False"),),
+    ),
+    "another run takes over from the living": Mistake(
+        "RULE7",
+        "launch: another run",
+        (rule("_on_claim", "alive and (not same_run)", "False and (not same_run)"),),
+    ),
+    "a late member is seated in the round that has ended": Mistake(
+        "S5", "launch: restarts", (state("_claimed", "round_.open and ", ""),)
+    ),
+    "every newcomer is a late member": Mistake(
+        "RULE7",
+        "launch: chain",
+        (rule("_claim_of_this_launch", " and (not _was_here(last, join))", ""),),
+    ),
+    "a newcomer replaces a living holder": Mistake(
+        "RULE7",
+        "launch: terms",
+        (rule("_claim_of_this_launch", "all((m.gone", "any((True or m.gone"),),
+    ),
+    "a sealed round does not stand": Mistake(
+        "RULE7",
+        "launch: all",
+        (rule("_claim_of_this_launch", "last.ended == 'SEALED' and", "False and"),),
+    ),
+    "other terms are let in": Mistake(
+        "S5",
+        "launch: terms",
+        (state("same_terms", "join.layout == round_.layout and ", ""),),
+    ),
+    "a finding about a round that has ended is kept": Mistake(
+        "S5",
+        "launch: restarts",
+        (rule("_on_presence", "or (not round_.open) ", ""),),
+    ),
+    "a process without a seat reports": Mistake(
+        "S5", "launch: terms", (rule("_on_submit", " or (not member.seated)", ""),)
+    ),
+    # S6: numbers never go back
+    "attempts are counted by what is kept": Mistake(
+        "S6",
+        "launch: restarts",
+        (rule("_on_reserve", "engine.last_attempt + 1", "len(engine.reservations) + 1"),),
+    ),
+    "a round number is used again": Mistake(
+        "S1", "launch: restarts", (rule("_open", "engine.last.number + 1", "engine.last.number"),)
+    ),
+    # S7: what SEALED means
+    "sealed without comparing the digest": Mistake(
+        "S7",
+        "round of 3",
+        (rule("_on_apply", "said.digest != digest(round_.decision)", "False"),),
+    ),
+    "sealed without comparing what was built": Mistake(
+        "S7",
+        "round of 3",
+        (
+            rule(
+                "_on_apply",
+                "(wrong := _built_otherwise(round_, member, said.built))",
+                "(wrong := None)",
+            ),
+        ),
+    ),
+    "sealed before all have built": Mistake(
+        "S7",
+        "round of 3",
+        (
+            state(
+                "waiting_for",
+                "if m.applied is None",
+                "if all(x.applied is None for x in self.seated)",
+            ),
+        ),
+    ),
+    # S12 and presence
+    "lost without comparing the session": Mistake(
+        "S12", "round of 3", (rule("_on_presence", "member.suspect != connection", "False"),)
+    ),
+    "a return is answered before Cleared is appended": Mistake(
+        "S12",
+        lambda r: PresenceScope(r, coordinators=2, attach="always", tells_first=True),
+    ),
+    "Cleared is appended before the call, not with it": Mistake(
+        "S12",
+        lambda r: PresenceScope(r),
+        cleared="apart",
+        note="a call that overtakes the suspicion on its way to the log is answered uncleared",
+    ),
+    "Cleared before the call settles the round that the call says no to": Mistake(
+        "S3",
+        lambda r: PresenceScope(r),
+        cleared="apart",
+    ),
+    "a long poll is answered to a suspect": Mistake(
+        "S12", lambda r: PresenceScope(r, clears_polls=False)
+    ),
+    "two coordinators, and an attach is not in the log": Mistake(
+        "S12", lambda r: PresenceScope(r, coordinators=2)
+    ),
+    "two coordinators, and one that starts expects everyone": Mistake(
+        "S12",
+        lambda r: PresenceScope(r, coordinators=2, attach="always", expects_all=True),
+    ),
+    # L4 and L3, and rule 8
+    "nobody is expected after a restart": Mistake(
+        "L4", lambda r: PresenceScope(r, expects_at_start=False)
+    ),
+    "the grace ends no round that has passed": Mistake(
+        "L4",
+        "round of 3",
+        (
+            rule(
+                "_on_spend",
+                "if round_.causes else ()",
+                "if round_.causes and (not round_.verdict) else ()",
+            ),
+        ),
+    ),
+    "a return settles nothing": Mistake(
+        "L3",
+        "round of 3",
+        (
+            rule(
+                "_on_presence", "return settle(engine, round_.number, cleared)", "return (cleared,)"
+            ),
+        ),
+    ),
+    "the grace drops the first cause": Mistake(
+        "RULE8",
+        "round of 3",
+        (rule("_end", "(*round_.causes, *more)", "(*round_.causes[1:], *more) or round_.causes"),),
+    ),
+}
+
+
+def searched(mistake: Mistake) -> Found:
+    """Search for what refutes a mistake, by the one property that must."""
+    make = SCOPES[mistake.scope] if isinstance(mistake.scope, str) else mistake.scope
+    rules = Rules(mistake.edits, cleared=mistake.cleared)
+    return explore(make(rules), only=(mistake.what,))

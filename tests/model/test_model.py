@@ -1,0 +1,50 @@
+"""The rules hold in every scope, and every planted mistake is found by the property it breaks."""
+
+import dataclasses
+
+import pytest
+
+from coordinator.engine import Engine, Member, Reservation, Round
+from tests.model.mistakes import MISTAKES, SCOPES, searched
+from tests.model.protocol import Rules, explore
+
+
+@pytest.mark.parametrize("name", SCOPES)
+def test_every_property_holds_in(name):
+    found = explore(SCOPES[name](Rules()))
+    assert found.complete
+    assert not found.breach, str(found)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_refuted(name):
+    mistake = MISTAKES[name]
+    found = searched(mistake)
+    assert mistake.what in found.breach.partition(" ")[0].split("/"), str(found)
+
+
+def test_every_property_has_its_mistake():
+    assert {m.what for m in MISTAKES.values()} >= {
+        *("S1", "S2", "S3", "S4", "S5", "S6", "S7", "S12", "L3", "L4")
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "known"),
+    [
+        (Engine, "name store_id entries last_attempt reservations rounds left_runs"),
+        (Reservation, "join touched"),
+        (Member, "attempt join seated suspect gone applied"),
+        (
+            Round,
+            "number launch layout mode budgets members slots sent planned causes traces touches"
+            " verdict decision ended outcome",
+        ),
+    ],
+)
+def test_the_model_has_decided_about_every_field(kind, known):
+    """A field that the rules come to depend on must be in `Log._key`, or the search skips states.
+
+    Put a new one there, or see that no scope changes it; then name it here.
+    """
+    assert {f.name for f in dataclasses.fields(kind)} <= set(known.split())

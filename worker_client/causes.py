@@ -1,0 +1,71 @@
+"""What is said of a fault: its first cause, in words that hold no secret. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+
+def first_cause(fault: BaseException) -> BaseException:
+    """The innermost first exception: what the others were raised from, or while handling it."""
+    seen = {id(fault)}
+    while True:
+        below = fault.__cause__ or (None if fault.__suppress_context__ else fault.__context__)
+        if below is None or id(below) in seen:
+            return fault
+        seen.add(id(below))
+        fault = below
+
+
+def cause_text(fault: BaseException) -> str:
+    """ "TypeName: message", whatever the exception's own __str__ does."""
+    try:
+        said = str(fault)
+    except Exception:
+        said = "its message cannot be shown"
+    return f"{type(fault).__name__}: {said}" if said else type(fault).__name__
+
+
+# What follows these words is hidden, unless it is a plain number: max_num_batched_tokens=8192.
+_NAMED = re.compile(
+    r"(?i)((?:token|secret|passw(?:or)?d|api[_-]?key|authorization|credential|private[_-]?key)s?"
+    r"[\"']?\s*[=:]\s*(?:(?:bearer|basic)\s+)?[\"']?)(?!\d+(?:[\s\"',;&)\]}]|$))[^\s\"',;&]+"
+)
+_BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/-]{8,}=*")
+_IN_URL = re.compile(r"(://)[^\s/@\"']+@")
+# Tokens that say by their form what they are: Hugging Face, OpenAI, GitHub, AWS, Slack, JWT.
+_BY_FORM = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}"
+    r"|github_pat_[A-Za-z0-9_]{20,}|AKIA[A-Z0-9]{16}|xox[abprs]-[A-Za-z0-9-]{10,}"
+    r"|eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]*)"
+)
+_SECRET_KEY = re.compile(
+    r"(?i)(?:^|[ ._/-])(?:token|secret|passw(?:or)?d|api[_-]?key|credentials?|authorization"
+    r"|private[_-]?key|secret[_-]?key|access[_-]?key)$"
+)
+
+
+def masked(text: str) -> str:
+    """A text without what looks like a secret: a cause is shown to every rank, and kept."""
+    text = _NAMED.sub(r"\1***", text)
+    text = _BEARER.sub(r"\1 ***", text)
+    text = _IN_URL.sub(r"\1***@", text)
+    return _BY_FORM.sub("***", text)
+
+
+def masked_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs with secrets replaced by a short digest: they still differ where the values did."""
+    return {key: _masked_value(key, value) for key, value in inputs.items()}
+
+
+def _masked_value(key: str, value: Any) -> Any:
+    if not isinstance(value, str) or not value:
+        return value
+    if isinstance(key, str) and _SECRET_KEY.search(key):
+        hidden = "***"
+    elif (hidden := masked(value)) == value:
+        return value
+    # 24 bits: two ranks with different values are told apart, nobody finds the value by it.
+    return f"{hidden[:900]} (sha256 {hashlib.sha256(value.encode()).hexdigest()[:6]})"

@@ -1,0 +1,157 @@
+"""What the blocking and the awaited rendezvous have in common: all but how they wait."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
+
+from kvaccord.errors import Invalid, Problem, RoundEnded
+from kvaccord.layout import Layout
+from worker_client import process
+from worker_client.arguments import Arguments, Mode
+from worker_client.causes import cause_text, first_cause
+from worker_client.steps import Agreed, Steps
+from worker_client.stopping import OnStop, Stopper, disarm_all
+
+if TYPE_CHECKING:
+    from worker_client.driver import Line
+    from worker_client.observing import Observer
+
+PHASE_CHARS = 64
+
+Own = Mapping[str, int] | Mapping[int, Mapping[str, int]]
+
+
+class Held:
+    """One process's way through one start. Made by join(); used by one thread or task at a time.
+
+    Raises Failed and Aborted (with the decision, the same on every rank), Superseded, NoVerdict,
+    and Refused. After any of them: allocate nothing, exit, let the launcher start new processes.
+    """
+
+    def __init__(self, said: Arguments, on_stop: OnStop) -> None:
+        """Use join()."""
+        self._said = said
+        self._steps = Steps(said)
+        self._stopper = Stopper(on_stop)
+        self._once = process.OneAtATime()
+        self._line: Line | None = None
+        self._observer: Observer | None = None
+        self._progress = -1
+        self._offset = 0
+        self._built = False  # in mode observe: applied() was called
+
+    @property
+    def mode(self) -> Mode:
+        """off, observe or enforce."""
+        return self._said.mode
+
+    @property
+    def engine(self) -> str:
+        return self._said.name
+
+    @property
+    def layout(self) -> Layout:
+        return self._said.layout
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self._said.ranks
+
+    @property
+    def round(self) -> int:
+        """The round this process takes part in; 0 where it takes part in none (yet)."""
+        return self._steps.seat.round if self._steps.seat else 0
+
+    # --- beside the steps -----------------------------------------------------------------------
+
+    def _tell_phase(self, name: str, progress: int, done: int | None, total: int | None) -> None:
+        if self.mode == "off" or self._line is None:
+            return
+        if self._observer is not None:
+            with suppress(Exception):
+                self._line.tell_phase(self._phase(name, progress, done, total))
+            return
+        self._once.must_be_parent("phase")
+        if self._steps.gone:
+            return
+        body = self._phase(name, progress, done, total)
+        session = self._line.session
+        if session is not None and (end := session.end()) is not None:
+            raise end
+        self._line.tell_phase(body)
+
+    def _phase(self, name: str, progress: int, done: int | None, total: int | None) -> bytes:
+        numbers = {"progress": progress, "done": done, "total": total}
+        for field, number in numbers.items():
+            if number is not None and (not hasattr(number, "__index__") or int(number) < 0):
+                raise Invalid(
+                    f"{field} is {number!r}; it must be a whole number of 0 or more", field=field
+                )
+        # What counts anew in every phase must still only grow: that is what shows progress.
+        progress = int(progress)
+        if progress + self._offset < self._progress:
+            self._offset = self._progress + 1 - progress
+        self._progress = progress + self._offset
+        document: dict[str, Any] = {"phase": str(name)[:PHASE_CHARS], "progress": self._progress}
+        document |= {k: int(n) for k, n in numbers.items() if k != "progress" and n is not None}
+        return json.dumps(document).encode()
+
+    def _own(self, own: Own | None) -> Agreed:
+        if own is None:
+            return Agreed(None, None)
+        if any(isinstance(row, Mapping) for row in own.values()):
+            rows = cast(Mapping[int, Mapping[str, int]], own)
+            return Agreed(None, {rank: dict(row) for rank, row in rows.items()})
+        row = cast(Mapping[str, int], own)
+        return Agreed(None, {rank: dict(row) for rank in self.ranks})
+
+    # --- what the process is told, and its end --------------------------------------------------
+
+    def _told(self, end: RoundEnded | Problem) -> None:
+        if not self._steps.gone:  # else it is an echo of this process's own word
+            self._stopper.told(end)
+
+    def _has_gone(
+        self, fault: BaseException | None, text: str = "", retryable: bool = True
+    ) -> None:
+        process.let_go(self)
+        if self._steps.objected:
+            text = text or (cause_text(first_cause(fault)) if fault else "")
+            self._stopper.objected(
+                f"{self.engine} round {self.round}: this process objected: {text}",
+                retryable=retryable,
+            )
+
+    def _has_entered(self) -> None:
+        disarm_all(but=self._stopper)
+        if self._line is not None:
+            process.hold(self)
+
+    def _observe_going(self, fault: BaseException | None) -> None:
+        assert self._observer is not None, "only mode observe goes this way"
+        going = self._steps.going(fault)
+        if self._built and fault is None:  # what was built is still being said
+            self._observer.wind_up(going)
+        else:
+            self._observer.at_once(going)
+
+    def _process_ends(self, fault: BaseException | None) -> None:
+        """Called at exit by a process that has not said goodbye."""
+        if self._once.in_child or self._observer is not None or self._line is None:
+            return
+        from worker_client.driver import Driver
+
+        last = Driver(self._line.wire)
+        last.session = self._line.session
+        last.holds_sessions = self._line.holds_sessions
+        with suppress(Exception):
+            last.run(
+                self._steps.going(fault, reason="the process ended without leaving the rendezvous")
+            )
+
+    def _is_in_child(self) -> None:
+        if self._line is not None:
+            self._line.hang_up_in_child()
