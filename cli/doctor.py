@@ -8,8 +8,6 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from cli.common import DEFAULT_URL as DEFAULT
 from cli.common import AsJson, Asked, Url, clean, console, print_json, table
 from cli.exits import PASSED, USAGE
+from coordinator.policies import load_policies
 from kvaccord import __version__
 from kvaccord.errors import Invalid, KvaccordError, LaunchMissing
 from kvaccord.messages import PROTOCOL, EngineWord
@@ -146,10 +145,8 @@ def launch(env: Mapping[str, str], world_size: int) -> Check:
 
 
 def policy_file(path: Path) -> Check:
-    if not find_spec("coordinator.policy"):
-        return Check("policy", "fail", "this version reads no policy file; leave --policy out")
     try:
-        import_module("coordinator.policy").load_policy(path)
+        load_policies(path)
     except (OSError, ValueError) as fault:
         return Check("policy", "fail", f"{path}: {fault}")
     return Check("policy", "ok", f"{path} is valid")

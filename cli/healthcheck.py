@@ -13,7 +13,7 @@ def healthcheck(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Exit 0 when the coordinator is ready, 1 with the reason when it is not."""
     fault = ""
     try:
-        httpx.get(f"{url}/readyz", timeout=3.0, trust_env=False).raise_for_status()
+        httpx.get(f"{url.rstrip('/')}/readyz", timeout=3.0, trust_env=False).raise_for_status()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         fault = str(error)
     said = f"{url} is not ready: {fault}" if fault else f"{url} is ready"

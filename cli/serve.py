@@ -38,6 +38,9 @@ def serve(
     gather_s: Annotated[float, typer.Option(help="Seconds until all ranks have joined.")] = 1800,
     report_s: Annotated[float, typer.Option(help="Seconds from then until all reported.")] = 7200,
     apply_s: Annotated[float, typer.Option(help="Seconds from PASSED until all built.")] = 1800,
+    stall_s: Annotated[
+        float, typer.Option(help="Seconds without progress that make a rank stuck.")
+    ] = 300,
     lost_after_s: Annotated[
         float, typer.Option(help="Seconds a process may stay away once numbers are agreed.")
     ] = 30,
@@ -53,6 +56,7 @@ def serve(
         ("--gather-s", gather_s),
         ("--report-s", report_s),
         ("--apply-s", apply_s),
+        ("--stall-s", stall_s),
         ("--lost-after-s", lost_after_s),
     ):
         if not 0 < seconds <= 10**7:  # NaN fails this too
@@ -65,7 +69,7 @@ def serve(
         _refuse("--chaos-token-file without --enable-faults: name both or neither")
     listener = _listen(host, port)
     log = _open(store)
-    settings = _settings(policy, gather_s, report_s, apply_s, lost_after_s)
+    settings = _settings(policy, gather_s, report_s, apply_s, stall_s, lost_after_s)
     service = Service(log, settings)
     app = create_app(service, faults_=faults, chaos_token=token)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -90,7 +94,10 @@ def serve(
     shown = f"[{host}]" if ":" in host else host
     typer.echo(f"kvaccord serves http://{shown}:{listener.getsockname()[1]}/ on {store}")
     reload = None if policy is None else lambda: _reload(service, policy)
-    _Server(config, service, reload).run(sockets=[listener])
+    server = _Server(config, service, reload)
+    server.run(sockets=[listener])
+    if server.refusal is not None:
+        _refuse(str(server.refusal))
 
 
 class _Server(uvicorn.Server):
@@ -102,8 +109,14 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._reload = reload
+        self.refusal: StoreUnreadable | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await self._service.start()  # every open round is watched before anyone is answered
+        except StoreUnreadable as error:
+            self.refusal, self.should_exit = error, True
+            return
         await super().startup(sockets)
         if self._reload is not None and hasattr(signal, "SIGHUP"):
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
@@ -141,7 +154,12 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _settings(
-    path: Path | None, gather_s: float, report_s: float, apply_s: float, lost_after_s: float
+    path: Path | None,
+    gather_s: float,
+    report_s: float,
+    apply_s: float,
+    stall_s: float,
+    lost_after_s: float,
 ) -> Settings:
     """The options are the defaults, which the file's rules overrule."""
     base = Policy()
@@ -150,6 +168,7 @@ def _settings(
             gather_s=gather_s,
             report_s=Ends(soft=min(base.report_s.soft, report_s), hard=report_s),
             apply_s=Ends(soft=min(base.apply_s.soft, apply_s), hard=apply_s),
+            stall_s=stall_s,
             grace_s=min(base.grace_s, gather_s, report_s, apply_s),
         )
         policies = load_policies(path, defaults) if path else Policies(defaults)

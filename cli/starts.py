@@ -42,6 +42,7 @@ class Budgets(Message):
     report_s: Seconds | None = None
     apply_s: Seconds | None = None
     lost_after_s: Seconds | None = None
+    stall_s: Seconds | None = None  # without progress for so long is stuck
 
     def options(self) -> list[str]:
         return [

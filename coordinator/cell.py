@@ -169,10 +169,22 @@ class Cell:
         for index, event in enumerate(events):
             self._follow(event)
             if isinstance(event, Floor):
-                for dropped in self.facts.keys() - self.engine.rounds.keys():
-                    del self.facts[dropped]
+                self._keep_facts(number)
             if not isinstance(event, Reserved | Kept | Floor):
                 self.facts[event.round].append(_fact(self.engine, number, index, event))
+
+    def _keep_facts(self, entry: int) -> None:
+        """Facts of dropped rounds go; of one whose own are gone its documents are told again."""
+        for dropped in self.facts.keys() - self.engine.rounds.keys():
+            del self.facts[dropped]
+        for number, round_ in self.engine.rounds.items():
+            documents: list[tuple[Literal["decision", "outcome"], bytes]] = [
+                ("decision", round_.decision),
+                ("outcome", round_.outcome),
+            ]
+            for index, (kind, body) in enumerate(documents):
+                if body and not any(fact.kind == kind for fact in self.facts[number]):
+                    self.facts[number].append(Fact(entry, index, kind, body.decode()))
 
     def note(self, attempt: int, phase: Phase) -> None:
         """A sign of progress; only what differs or grows is one."""

@@ -440,7 +440,7 @@ def _open(engine: Engine, command: Claim, reserved: Reservation) -> tuple[Event,
 
 def _taken_over(engine: Engine, join: Join) -> str | None:
     before = engine.in_force
-    if before is None or before is not engine.last or before.launch.run == join.launch.run:
+    if before is None or before.launch.run == join.launch.run:
         return None
     return str(before.launch)
 
@@ -672,7 +672,7 @@ def _said_no(
 def _on_leave(engine: Engine, command: Leave) -> tuple[Event, ...]:
     round_, member = member_of(engine, command.round, command.attempt)
     reason = command.leave.reason or "no reason given"
-    if round_ == engine.in_force and member.seated:
+    if round_ in (engine.in_force, engine.last) and round_.ended == "SEALED" and member.seated:
         return _departures(round_, [member], f"left: {reason}")
     if not round_.open or member.gone:
         return ()

@@ -119,9 +119,13 @@ class Service:
         await self._log.close()
 
     async def check_store(self) -> None:
-        """Raises Unavailable when the store cannot be read."""
+        """Raises Unavailable when the store cannot be read, or written after it could not be."""
+        nobody = EngineName("", "")  # no engine has this name
         try:
-            await self._log.read(EngineName("", ""))  # no engine has this name: reads nothing
+            await self._log.read(nobody)
+            if not self._store_answers:
+                # A full disk still reads: only a write shows that it can write again.
+                await self._log.save_elapsed(nobody, 0, "gather", 0.0)
         except (LogUnavailable, StoreUnreadable) as error:
             self._store_answers = False
             raise _unavailable(error) from error
@@ -271,7 +275,11 @@ class Service:
     async def serve(
         self, name: EngineName, number: int, attempt: int, touched: tuple[Touch, ...] = ()
     ) -> Round:
-        return await self._call(name, Serve(number, attempt, touched))
+        round_ = await self._call(name, Serve(number, attempt, touched))
+        # It says that it keeps its session: one that has none must open it.
+        seat = Seat(name, number, attempt)
+        self.presence.expect(seat, within_s=self.settings.lost_after_s)
+        return round_
 
     async def cancel(self, name: EngineName, number: int, reason: str) -> Round:
         """An operator ends an open round; one that has ended stays as it is."""
@@ -283,8 +291,11 @@ class Service:
         engine = await self._carry_out(self._cell(name), Retire(number, reason))
         return engine.rounds[number]
 
-    def check(self, name: EngineName, number: int, reports: Mapping[int, Report]) -> dict[str, Any]:
+    async def check(
+        self, name: EngineName, number: int, attempt: int, reports: Mapping[int, Report]
+    ) -> dict[str, Any]:
         """Whether the plan in force still has room on these ranks. Raises Superseded, Invalid."""
+        await self.seen(name, number, attempt)
         engine = self.engine(name)
         if engine.in_force is None or engine.in_force.number != number:
             raise Superseded(
@@ -449,6 +460,8 @@ class Service:
         async with cell.lock:
             try:
                 await self._refresh(cell)
+                if cell.engine.last and cell.engine.last.open:
+                    return  # its facts are still being told; the next end comes by here again
                 first = cell.engine.entries
                 for event in compaction(cell.engine, keep_rounds):
                     cell.stale = True
@@ -474,8 +487,9 @@ class Service:
         return False
 
     def _patience_s(self, seat: Seat) -> float:
-        round_ = self._cell(seat.name).engine.rounds[seat.round]
-        return self.settings.lost_after_s if round_.verdict else self.settings.reattach_s
+        round_ = self._cell(seat.name).engine.rounds.get(seat.round)
+        before_verdict = round_ is not None and round_.verdict is None
+        return self.settings.reattach_s if before_verdict else self.settings.lost_after_s
 
     # --- time -----------------------------------------------------------------------------------
 

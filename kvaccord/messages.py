@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -33,11 +34,37 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:-]{1,64}$")]
 EngineWord = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 Printable = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]{1,200}$")]
 Key = Annotated[str, StringConstraints(pattern=r"^[\x20-\x7e]{1,128}$")]
-# A float has no canonical spelling, so none may stand in what is digested: send it as a string.
-Scalar = (
-    Annotated[int, Strict(), Field(gt=-INT_LIMIT, lt=INT_LIMIT)] | Annotated[bool, Strict()] | Text
-)
-OpenMap = Annotated[dict[Key, Scalar], Field(max_length=256)]
+# A float has no canonical spelling, so none may stand in what is digested.
+MAX_MAP_BYTES = 16384
+
+
+def _scalar(value: object) -> object:
+    if isinstance(value, bool) or (isinstance(value, int) and abs(value) < INT_LIMIT):
+        return value
+    if isinstance(value, str) and len(value) <= 1024:
+        return value
+    raise impossible(
+        "",
+        value if isinstance(value, float | None) else f"{type(value).__name__}",
+        "expected a string of at most 1024 characters, true or false, or a whole number below 2^53;"
+        " send anything else as a string",
+    )
+
+
+def _bounded(values: dict[str, int | bool | str]) -> dict[str, int | bool | str]:
+    size = sum(len(key) + len(str(value)) for key, value in values.items())
+    if size > MAX_MAP_BYTES:
+        raise impossible(
+            "",
+            f"{size} characters",
+            f"{size} characters of keys and values, {MAX_MAP_BYTES} may be; send a digest instead"
+            " of long values",
+        )
+    return values
+
+
+Scalar = Annotated[int | bool | str, BeforeValidator(_scalar)]
+OpenMap = Annotated[dict[Key, Scalar], Field(max_length=256), AfterValidator(_bounded)]
 
 
 def _rank_key(key: object) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator.cell import Cell
 from coordinator.engine import Engine, compaction, evolve_entry
 from coordinator.events import Entry, entry_from
 from kvaccord import Layout
@@ -67,3 +68,17 @@ def test_attempts_rounds_and_runs_never_go_back(log):
 def test_nothing_is_appended_when_nothing_is_old(log):
     log.sealed(90, 70)
     assert compaction(log.engine, 5) == ()
+
+
+def test_the_documents_of_a_kept_round_are_told_again_after_a_compaction(log):
+    log.sealed(90, 70)
+    for _ in range(3):
+        log.start(2)
+        log.spends("report")
+    decision, outcome = log.engine.rounds[1].decision, log.engine.rounds[1].outcome
+    first = log.engine.entries
+    entries = [Entry(events=(event,)) for event in compaction(log.engine, 1)]
+    cell = Cell(log.engine.name, log.engine.store_id)
+    cell.load(entries, first)
+    told = [(fact.kind, fact.data.encode()) for fact in cell.facts[1]]
+    assert told == [("decision", decision), ("outcome", outcome)]

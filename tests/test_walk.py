@@ -474,7 +474,9 @@ class Walk:
             assert not isinstance(event, Reserved | Opened | Claimed)
             assert last is not None
             if isinstance(event, Departed):  # what is in force may be older than what is open
-                assert event.round == command.round == self.log.engine.in_force.number
+                standing = {r.number for r in (self.log.engine.in_force, last) if r}
+                assert event.round == command.round
+                assert event.round in standing
                 continue
             assert event.round == last.number == command.round
             if not isinstance(command, Spend):

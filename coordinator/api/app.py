@@ -16,6 +16,7 @@ from coordinator.page import routes as page
 from coordinator.service import Service
 from kvaccord import __version__
 from kvaccord.errors import TooLarge, Unavailable
+from kvaccord.messages import PROTOCOL
 
 MAX_BODY_BYTES = 2**20
 # A body that is too large is read to its end, up to here: closing on a sender that is still
@@ -26,11 +27,13 @@ MAX_DRAIN_BYTES = 2**28
 def create_app(
     service: Service, *, faults_: Faults | None = None, chaos_token: str = ""
 ) -> FastAPI:
-    """The whole coordinator. faults_ is None: no fault can be armed, whatever the token."""
+    """The whole coordinator, round a service that the server starts and the application closes.
+
+    faults_ is None: no fault can be armed, whatever the token.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await service.start()
         yield
         await service.close()
 
@@ -61,8 +64,16 @@ def create_app(
         """200 when the store answers and this coordinator takes calls."""
         if service_of(request).stopping:
             raise Unavailable("this coordinator is stopping; another one will answer")
-        await service_of(request).check_store()
-        return json_response({"status": "ready"})
+        service = service_of(request)
+        await service.check_store()
+        return json_response(
+            {
+                "status": "ready",
+                "version": __version__,
+                "protocol": PROTOCOL,
+                "store_id": service.store_id,
+            }
+        )
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:

@@ -18,6 +18,8 @@ from coordinator.api.common import (
 )
 from coordinator.engine import Engine
 from coordinator.faults import NO_EFFECT
+from coordinator.views import last_word
+from kvaccord.canonical import digest
 from kvaccord.messages import Join
 
 router = APIRouter(prefix="/v1/engines")
@@ -55,7 +57,14 @@ async def rounds(request: Request, name: Place) -> Response:
     return json_response(
         {
             "rounds": [
-                {"round": r.number, "state": r.state, "launch": r.launch.model_dump()}
+                {
+                    "round": r.number,
+                    "state": r.state,
+                    "mode": r.mode,
+                    "launch": r.launch.model_dump(),
+                    "digest": digest(r.decision) if r.decision else None,
+                    **last_word(r),
+                }
                 for r in engine.newest_first()
             ]
         }

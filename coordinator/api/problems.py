@@ -90,9 +90,12 @@ def invalid(errors: Sequence[Any], body: Any = None) -> Refused:
         return LaunchMissing(LAUNCH_MISSING, rank=rank, field="launch", value=_shown(error))
     field = ".".join(map(str, path)) or "body"
     if error["type"] == "impossible":
-        said, value = str(context["sentence"]), str(context["value"])
-        field = str(context["field"]) if path == [] else f"{field}.{context['field']}"
-        detail = said
+        value, named_field = str(context["value"]), str(context["field"])
+        if named_field:
+            field = named_field if path == [] else f"{field}.{named_field}"
+            detail = str(context["sentence"])
+        else:
+            detail = f"{field} {value}: {context['sentence']}"
     else:
         value = _shown(error)
         detail = f"{field} {value}: {WHAT_TO_DO.get(error['type'], _with_remedy(error['msg']))}"

@@ -113,7 +113,7 @@ async def serving(request: Request, process: Process, n: RoundNumber) -> Respons
 @router.post("/check")
 async def check(request: Request, process: Process, n: RoundNumber, body: Reports) -> Response:
     """Whether the plan in force still has room. A question: nothing changes."""
-    return json_response(service_of(request).check(process.name, n, body))
+    return json_response(await service_of(request).check(process.name, n, process.attempt, body))
 
 
 @router.post("/cancel")

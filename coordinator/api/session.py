@@ -33,10 +33,8 @@ class SessionStream(Response):
         self._service = service
         self._connection = connection
         self._cell = service.cell(connection.seat.name)
-        self._heard = 0  # how many of the round's facts: they only ever grow
-        if after:
-            last = tuple(map(int, after.split(".")))
-            self._heard = bisect_right(self._facts, last, key=lambda fact: fact.place)
+        entry, index = map(int, after.split(".")) if after else (-1, -1)
+        self._heard = (entry, index)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         by_peer = False
@@ -72,9 +70,12 @@ class SessionStream(Response):
         yield KEEPALIVE_COMMENT  # at once: whoever reads it knows that the session is open
         quiet_since_s = loop.time()
         while not self._service.stopping:
-            if fresh := self._facts[self._heard :]:
+            if self._connection.seat.round not in self._cell.engine.rounds:
+                return  # dropped: nothing more will come of it
+            facts = self._facts
+            if fresh := facts[bisect_right(facts, self._heard, key=lambda fact: fact.place) :]:
                 yield b"".join(map(_event, fresh))
-                self._heard += len(fresh)
+                self._heard = fresh[-1].place
                 quiet_since_s = loop.time()
                 continue
             if self._cell.engine.rounds[self._connection.seat.round].ended in ("FAILED", "ABORTED"):

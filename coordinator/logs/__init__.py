@@ -64,7 +64,7 @@ def open_log(url: str) -> EngineLog:
     Raises ValueError for another spelling, StoreUnreadable when the file cannot be used.
     """
     scheme = url.partition(":")[0]
-    if scheme not in OPENERS:
+    if scheme not in OPENERS or (scheme == "memory" and url != "memory"):
         raise ValueError(f"--store {url}: expected memory or sqlite:///PATH")
     return OPENERS[scheme](url)
 
@@ -72,7 +72,7 @@ def open_log(url: str) -> EngineLog:
 def path_of(url: str) -> str:
     """The file of a SQLite store. Raises ValueError for another spelling."""
     path = url.removeprefix("sqlite:///")
-    if path in (url, ""):
+    if path in (url, "", ":memory:"):
         raise ValueError(f"--store {url}: expected sqlite:///PATH, e.g. sqlite:///var/kvaccord.db")
     return path
 
