@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+from coordinator.commands import Finding, Lose, Suspect
 from coordinator.events import EngineName
-from coordinator.round import Finding, Lose, Suspect
 from coordinator.served import served_sleep
 
 # So many sessions of so many hosts that end together: the network or a proxy is likelier.

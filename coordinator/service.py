@@ -13,12 +13,7 @@ from typing import Any
 
 from coordinator.cell import TICK_S, Cell
 from coordinator.check import check_rooms
-from coordinator.engine import Engine, Round, compaction
-from coordinator.events import Cleared, Decided, Ended, EngineName, Entry, Touch
-from coordinator.logs import EngineLog, LogConflict, LogUnavailable, StoreUnreadable
-from coordinator.policies import Policies
-from coordinator.presence import Connection, Presence, Seat
-from coordinator.round import (
+from coordinator.commands import (
     Apply,
     Cancel,
     Claim,
@@ -34,12 +29,13 @@ from coordinator.round import (
     Spend,
     Submit,
     Veto,
-    check_reports,
-    decide,
-    find_attempt,
-    is_followed,
-    member_of,
 )
+from coordinator.engine import Engine, Round, compaction
+from coordinator.events import Cleared, Decided, Ended, EngineName, Entry, Touch
+from coordinator.logs import EngineLog, LogConflict, LogUnavailable, StoreUnreadable
+from coordinator.policies import Policies
+from coordinator.presence import Connection, Presence, Seat
+from coordinator.round import check_reports, decide, find_attempt, is_followed, member_of
 from kvaccord import messages
 from kvaccord.errors import NotFound, Refused, StoreReplaced, Superseded, Unauthorized, Unavailable
 from kvaccord.messages import PROTOCOL, Join, Report

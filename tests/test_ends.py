@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.round import Cancel, Retire, Sign, Spend
+from coordinator.commands import Cancel, Retire, Sign, Spend
 from kvaccord import Layout
 from kvaccord.errors import Conflict
 from tests.builders import Log

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from coordinator.commands import Finding, Lose, Suspect
 from coordinator.events import EngineName
 from coordinator.presence import Presence, Seat
-from coordinator.round import Finding, Lose, Suspect
 from coordinator.served import served_sleep
 
 LLAMA = EngineName("default", "llama")

@@ -2,9 +2,9 @@
 
 import pytest
 
+from coordinator.commands import Clear, Lose, Reserve, Submit, Suspect, Veto
 from coordinator.engine import KEPT_RESERVATIONS
 from coordinator.events import Claimed, Decided, Ended, Objected, Opened, Reported
-from coordinator.round import Clear, Lose, Reserve, Submit, Suspect, Veto
 from kvaccord import Layout, messages, page, state
 from kvaccord.canonical import digest
 from kvaccord.errors import (

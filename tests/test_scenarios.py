@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.commands import Cancel, Retire, Serve, Sign, Spend
 from coordinator.events import Decided, Ended, Event, Objected
-from coordinator.round import Cancel, Retire, Serve, Sign, Spend
 from kvaccord import Layout
 from kvaccord.errors import Refused
 from tests.builders import Log, Process, a_launch

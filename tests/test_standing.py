@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.check import check_rooms
-from coordinator.round import Serve
+from coordinator.commands import Serve
 from coordinator.views import standing
 from kvaccord import Layout, page, state
 from kvaccord.errors import Conflict, Invalid

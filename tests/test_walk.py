@@ -17,6 +17,19 @@ from typing import Any
 import pytest
 
 from coordinator.cell import Cell
+from coordinator.commands import (
+    Apply,
+    Claim,
+    Clear,
+    Command,
+    Leave,
+    Lose,
+    Reserve,
+    Spend,
+    Submit,
+    Suspect,
+    Veto,
+)
 from coordinator.engine import Engine
 from coordinator.events import (
     Applied,
@@ -36,20 +49,7 @@ from coordinator.events import (
     entry_from,
 )
 from coordinator.policy import Policy
-from coordinator.round import (
-    Apply,
-    Claim,
-    Clear,
-    Command,
-    Leave,
-    Lose,
-    Reserve,
-    Spend,
-    Submit,
-    Suspect,
-    Veto,
-    decide,
-)
+from coordinator.round import decide
 from coordinator.views import budget_row
 from kvaccord import Layout, Report, messages, page, state
 from kvaccord.canonical import digest
