@@ -184,6 +184,13 @@ class Engine:
         last = next((r for r in self.newest_first() if r.ended == "SEALED" and r.enforced), None)
         return last if last and last.retired is None else None
 
+    def taken_over(self, round_: Round) -> Round | None:
+        """The round of a greater restart of the same run: the older start gives way to it."""
+        last = self.last
+        if last is None or last.launch.run != round_.launch.run:
+            return None
+        return last if last.launch.restart > round_.launch.restart else None
+
     def round_of(self, attempt: int) -> Round | None:
         """The round a claimed attempt belongs to: one process, one round."""
         return next((r for r in self.newest_first() if attempt in r.members), None)

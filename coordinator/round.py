@@ -648,8 +648,20 @@ def _shown(built: Mapping[Any, Any]) -> str:
 # --- after the seal, and operators --------------------------------------------------------------
 
 
+def refuse_if_taken_over(engine: Engine, round_: Round) -> None:
+    """Raises Superseded for a start that a greater restart of its run has taken over from."""
+    if newer := engine.taken_over(round_):
+        raise Superseded(
+            f"{engine.name} round {round_.number} is of launch {round_.launch}, and launch"
+            f" {newer.launch} has taken over in round {newer.number}; this process must exit",
+            field="launch",
+            value=str(round_.launch),
+        )
+
+
 def _on_serve(engine: Engine, command: Serve) -> tuple[Event, ...]:
     round_, member = member_of(engine, command.round, command.attempt)
+    refuse_if_taken_over(engine, round_)
     if round_.ended != "SEALED" or not member.seated:
         raise Conflict(
             f"{named(member.ranks)} serves, but round {round_.number} is {round_.state}; serve"

@@ -35,7 +35,14 @@ from coordinator.events import Cleared, Decided, Ended, EngineName, Entry, Touch
 from coordinator.logs import EngineLog, LogConflict, LogUnavailable, StoreUnreadable
 from coordinator.policies import Policies
 from coordinator.presence import Connection, Presence, Seat
-from coordinator.round import check_reports, decide, find_attempt, is_followed, member_of
+from coordinator.round import (
+    check_reports,
+    decide,
+    find_attempt,
+    is_followed,
+    member_of,
+    refuse_if_taken_over,
+)
 from kvaccord import messages
 from kvaccord.errors import NotFound, Refused, StoreReplaced, Superseded, Unauthorized, Unavailable
 from kvaccord.messages import PROTOCOL, Join, Report
@@ -266,6 +273,7 @@ class Service:
     ) -> None:
         """A sign of progress: never stored; what it says stands in a verdict that needs it."""
         await self.seen(name, number, attempt)
+        refuse_if_taken_over(self.engine(name), self.round(name, number))
         self._cell(name).note(attempt, phase)
 
     async def serve(

@@ -174,8 +174,15 @@ def problem_from(document: dict[str, Any], *, status: int) -> Problem:
         rank=document.get("rank"),
         field=document.get("field"),
         value=document.get("value"),
-        retry_after_s=document.get("retry_after_s"),
+        retry_after_s=_seconds(document.get("retry_after_s")),
     )
+
+
+def _seconds(said: object) -> float | None:
+    # From the wire: it may be anything.
+    if isinstance(said, int | float) and 0 <= said < float("inf"):
+        return float(said)
+    return None
 
 
 class RoundEnded(KvaccordError):

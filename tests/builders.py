@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from coordinator.engine import Engine, Member, Round, evolve_entry
-from coordinator.events import EngineName, Entry, Event, entry_from
-from coordinator.policy import Policy
-from coordinator.round import (
+from coordinator.commands import (
     Apply,
     Claim,
     Clear,
@@ -22,8 +19,11 @@ from coordinator.round import (
     Submit,
     Suspect,
     Veto,
-    decide,
 )
+from coordinator.engine import Engine, Member, Round, evolve_entry
+from coordinator.events import EngineName, Entry, Event, entry_from
+from coordinator.policy import Policy
+from coordinator.round import decide
 from kvaccord import Layout, Report, messages, page
 from kvaccord.decision import Decision, Outcome
 from kvaccord.messages import Applied, BuildFailed, Join, Launch

@@ -114,7 +114,8 @@ def test_an_exception_is_a_veto_with_its_first_cause_and_is_not_masked(server):
     with pytest.raises(OSError, match="cleaning up"), joined(server):
         load()
     veto = server.said("veto")
-    assert veto["text"] == "MemoryError: 2.00 GiB do not fit"
+    shown = "OSError: cleaning up failed too (while handling MemoryError: 2.00 GiB do not fit)"
+    assert veto["text"] == shown
     assert veto["rank"] == 0
     assert veto["retryable"] is True
     assert veto["trace"].endswith("OSError: cleaning up failed too\n")
@@ -309,7 +310,7 @@ def test_a_world_of_one_fails_by_the_same_rules():
 
 def test_the_first_cause_of_a_circle_is_found():
     a, b = ValueError("a"), ValueError("b")
-    a.__context__, b.__context__ = b, a
+    a.__cause__, b.__cause__ = b, a
     assert first_cause(a) is b
 
 
@@ -318,6 +319,30 @@ def test_a_suppressed_context_is_no_cause():
     fault.__context__ = KeyError("b")
     fault.__suppress_context__ = True
     assert first_cause(fault) is fault
+
+
+def test_what_was_only_being_handled_is_mentioned_and_no_cause():
+    def profile():
+        try:
+            raise ModuleNotFoundError("No module named 'apex'")
+        except ModuleNotFoundError:
+            raise RuntimeError("CUDA out of memory")  # noqa: B904
+
+    with pytest.raises(RuntimeError) as raised:
+        profile()
+    assert first_cause(raised.value) is raised.value
+    assert cause_text(raised.value) == (
+        "RuntimeError: CUDA out of memory"
+        " (while handling ModuleNotFoundError: No module named 'apex')"
+    )
+
+
+def test_a_huge_text_does_not_hold_up_the_veto(server):
+    began = time.monotonic()
+    with pytest.raises(RuntimeError), joined(server):
+        raise RuntimeError("token=abc " * 5_000_000)
+    assert time.monotonic() - began < 5
+    assert server.said("veto")["text"].startswith("RuntimeError: token=***")
 
 
 def test_an_exception_that_cannot_be_shown_has_a_text():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -17,6 +18,7 @@ from kvaccord.errors import Aborted, Failed, Invalid, Superseded
 from kvaccord.layout import Layout
 from kvaccord.messages import Report, page
 from tests.fake_coordinator import REPORT, WAITING, a_decision, an_outcome, fake_coordinator
+from tests.wire import an_engine
 from worker_client import Rendezvous, Room, Standing
 
 PAIR = Layout(tp=2)
@@ -54,12 +56,19 @@ def threads():
 
 
 BEFORE: set[threading.Thread] = set()
+OBSERVED: list[Rendezvous] = []
 
 
 @pytest.fixture(autouse=True)
 def _threads_before():
     BEFORE.clear()
     BEFORE.update(threading.enumerate())
+    yield
+    while OBSERVED:  # they would go on in the background for as long as nobody answers
+        line = OBSERVED.pop()._line
+        if line is not None:
+            line.abandoned.set()
+            line.detach(1.0)
 
 
 # Off
@@ -119,6 +128,7 @@ def observing(url, **fields):
     """A whole start in mode observe, and how long it kept the engine."""
     began_s = time.monotonic()
     with Rendezvous.join(url=url, engine="e", ranks=[0], mode="observe", **fields) as rdzv:
+        OBSERVED.append(rdzv)
         rdzv.phase("load", 1)
         agreed = rdzv.report(REPORT, own=OWN)
         rdzv.applied(built=agreed.entries)
@@ -307,6 +317,7 @@ def test_a_broken_standing_names_the_ranks_that_are_missing(server):
 def test_a_process_that_serves_hears_that_it_is_superseded_and_follows_on_stop(server):
     told = threading.Event()
     rdzv = sealed(server, on_stop=lambda problem: problem.code == "superseded" and told.set())
+    assert server.ended.acquire(timeout=5.0)  # the session of the start: events go to the next one
     rdzv.serving()
     server.push("problem", b'{"code":"superseded","status":410,"detail":"restart 2 runs"}')
     assert told.wait(5.0)
@@ -363,3 +374,70 @@ def test_ranks_of_one_process_may_build_different_rows(server):
         rdzv.report(small)
         rdzv.applied(built={0: {"kv": 9}})
     assert server.said("applied")["built"] == {"0": {"kv": 9}}
+
+
+# With a real coordinator
+
+
+def started(url, engine, rank, **fields):
+    return Rendezvous.join(
+        url=url, engine=engine, ranks=[rank], layout=PAIR, launch="run-1", **fields
+    )
+
+
+def both(url, act, **fields):
+    """Act as each rank of a pair, at once; what each returned."""
+    engine = an_engine()
+
+    def one(rank):
+        with started(url, engine, rank, **fields) as rdzv:
+            return act(rdzv)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(one, range(2)))
+
+
+SMALL = Report(free_bytes=1000, kv_budget_bytes=900, classes=[page("kv", 100)])
+
+
+def test_phases_serving_and_check_are_understood_by_the_coordinator(url):
+    def act(rdzv):
+        rdzv.phase("load", 1, done=1, total=10)
+        rdzv.applied(built=rdzv.report(SMALL).entries)
+        standing = rdzv.serving()
+        rdzv.phase("serving", 1)
+        less = SMALL.model_copy(update={"kv_budget_bytes": 500})
+        return standing, rdzv.check(SMALL), rdzv.check(less)
+
+    for rank, (standing, fits, short) in enumerate(both(url, act)):
+        assert standing.whole
+        assert fits.fits
+        assert not short.fits
+        assert [r for r in short.rooms if not r.fits] == [Room(rank, "kv", 9, 5)]
+
+
+def test_an_observed_start_is_sealed_beside_engines_that_hear_nothing(url):
+    def act(rdzv):
+        agreed = rdzv.report(SMALL, own={"kv": 4})
+        rdzv.applied(built=agreed.entries)
+        eventually(lambda: rdzv._steps.sealed)
+        return agreed.entries, rdzv._steps.decision.document["mode"]
+
+    assert both(url, act, mode="observe") == [({"kv": 4}, "observe")] * 2
+
+
+def test_a_process_that_serves_hears_of_the_greater_restart_that_takes_over(url):
+    engine, told = an_engine(), threading.Event()
+    old = Rendezvous.join(
+        url=url, engine=engine, ranks=[0], launch="run-1", on_stop=lambda _: told.set()
+    )
+    old.applied(built=old.report(SMALL).entries)
+    assert old.serving().whole
+    with Rendezvous.join(url=url, engine=engine, ranks=[0], launch="run-1#1") as new:
+        new.applied(built=new.report(SMALL).entries)
+        assert told.wait(3.0)
+        with pytest.raises(Superseded):
+            old.phase("serving", 1)
+        with pytest.raises(Superseded):
+            old.check(SMALL)
+    old.close()

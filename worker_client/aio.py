@@ -109,7 +109,7 @@ class AsyncDriver(Line):
                     body += part
                     if len(body) > ANSWER_MAX_BYTES:
                         raise httpx.ReadError(f"no end of the answer after {len(body)} bytes")
-        except (httpx.HTTPError, TimeoutError, RuntimeError) as fault:
+        except (httpx.HTTPError, TimeoutError, RuntimeError, UnicodeError) as fault:
             return Answer(time.monotonic(), error=said_of(fault))
         return Answer(time.monotonic(), response.status_code, dict(response.headers), bytes(body))
 

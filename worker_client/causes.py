@@ -7,9 +7,33 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+SHOWN = 2048  # of a text; what is longer is cut before anything is searched in it
+
 
 def first_cause(fault: BaseException) -> BaseException:
-    """The innermost first exception: what the others were raised from, or while handling it."""
+    """The exception that the others were raised `from`.
+
+    One that was only being handled meanwhile is no cause: a failed import of something optional
+    may lie under an error that has nothing to do with it. cause_text() mentions it.
+    """
+    seen = {id(fault)}
+    while fault.__cause__ is not None and id(fault.__cause__) not in seen:
+        fault = fault.__cause__
+        seen.add(id(fault))
+    return fault
+
+
+def cause_text(fault: BaseException) -> str:
+    """ "TypeName: message", and what was being handled meanwhile, whatever __str__ does."""
+    said = _said(fault)
+    meanwhile = _innermost(fault)
+    if meanwhile is not fault:
+        said = f"{said[: SHOWN * 3 // 4]} (while handling {_said(meanwhile)[: SHOWN // 4]})"
+    return said
+
+
+def _innermost(fault: BaseException) -> BaseException:
+    """The first of all that were raised or handled on the way to this one."""
     seen = {id(fault)}
     while True:
         below = fault.__cause__ or (None if fault.__suppress_context__ else fault.__context__)
@@ -19,10 +43,9 @@ def first_cause(fault: BaseException) -> BaseException:
         fault = below
 
 
-def cause_text(fault: BaseException) -> str:
-    """ "TypeName: message", whatever the exception's own __str__ does."""
+def _said(fault: BaseException) -> str:
     try:
-        said = str(fault)
+        said = str(fault)[:SHOWN]
     except Exception:
         said = "its message cannot be shown"
     return f"{type(fault).__name__}: {said}" if said else type(fault).__name__

@@ -64,6 +64,12 @@ class Line:
         if self.session is not None:
             self.session.tell_phase(body)
 
+    def blocking(self) -> Driver:
+        """One that blocks, for the end of a process whose event loop is closed."""
+        driver = Driver(self.wire)
+        driver.session = self.session
+        return driver
+
     def hang_up_in_child(self) -> None:
         self.wire.hang_up_in_child()
 
@@ -102,6 +108,9 @@ class Driver(Line):
         self.abandoned = threading.Event()
         self.until_s = float("inf")
 
+    def blocking(self) -> Driver:
+        return self
+
     def run(self, steps: Flow[T]) -> T:
         """Perform what a flow asks for until it returns or raises."""
         try:
@@ -130,6 +139,8 @@ class Driver(Line):
             case Attach(wait_s=wait_s):
                 if (session := self.open_session(effect)) is not None:
                     session.wait_settled(wait_s)
+                if self.abandoned.is_set():  # meanwhile: nobody else will end this session
+                    self.detach(0.0)
             case Detach(wait_s):
                 self.detach(wait_s)
             case Aside(steps, within_s):

@@ -238,10 +238,10 @@ class _Patience:
         return answer
 
     def end(self) -> NoReturn:
+        before = f", before: {self.before}" if self.before else ""
         raise NoVerdict(
             f"{self.address}: {self.wanted} after {self.now_s - self.began_s:.1f} s and"
-            f" {self.tries} tries, the last: {self.last}{f', before: {self.before}' if self.before else ''};"
-            f" {self.then}"
+            f" {self.tries} tries, the last: {self.last}{before}; {self.then}"
         )
 
 

@@ -142,13 +142,8 @@ class Held:
         """Called at exit by a process that has not said goodbye."""
         if self._once.in_child or self._observer is not None or self._line is None:
             return
-        from worker_client.driver import Driver
-
-        last = Driver(self._line.wire)
-        last.session = self._line.session
-        last.holds_sessions = self._line.holds_sessions
         with suppress(Exception):
-            last.run(
+            self._line.blocking().run(
                 self._steps.going(fault, reason="the process ended without leaving the rendezvous")
             )
 

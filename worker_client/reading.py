@@ -84,13 +84,15 @@ class reading:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, fault: object, tb: object) -> None:
-        if kind is not None and issubclass(kind, (LookupError, TypeError, StopIteration)):
+        if kind is not None and issubclass(
+            kind, (LookupError, TypeError, AttributeError, StopIteration, OverflowError)
+        ):
             raise ValueError(f"the {self.what} lacks something: {kind.__name__} {fault}")
 
 
 def object_in(body: bytes) -> dict[str, Any]:
     try:
         document = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return document if isinstance(document, dict) else {}

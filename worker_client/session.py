@@ -287,6 +287,8 @@ class Session:
                 log.debug("phase of %s: %s %s", self._seat, type(fault).__name__, fault)
             with self._changed:
                 self._changed.wait_for(lambda: self._over, PHASE_PAUSE_S)
+            if self._closing:
+                self._wire.close()  # that call may have come too late for whoever closed it
 
     def _heard_of_phase(self, call: Call) -> None:
         answer = self._wire.call(call)

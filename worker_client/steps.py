@@ -26,6 +26,7 @@ from worker_client.flow import Aside, Attach, Detach, Fit, Flow, Seat, Standing
 ATTACH_S = 1.0  # join returns with the session up, or without it after so long
 SEALED_CLOSE_S = 1.0
 LEFT_CLOSE_S = 0.2
+LONG = 16384  # characters of a text or trace, before it is masked and cut to its size
 GOODBYE_S = 2.0  # a dead coordinator delays an exit by no more
 
 Reports = Report | Mapping[int, Report]
@@ -168,8 +169,9 @@ class Steps:
             Veto,
             rank=self.ranks[0] if rank is None else rank,
             code=code,
-            text=masked(text),
-            trace=masked(trace) if trace else None,
+            # Cut first: searching megabytes for secrets would hold the others up.
+            text=masked(text[:LONG]),
+            trace=masked(trace[-LONG:]) if trace else None,
             retryable=retryable,
         )
         self.objected = not self.sealed

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import socket
 import ssl
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -59,6 +60,7 @@ class Wire:
         self.proxied = proxied
         self._https = httpx.URL(self.address).scheme == "https"
         self._made: httpx.Client | None = None
+        self._making = threading.Lock()
         self._sockets: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def options(self) -> dict[str, Any]:
@@ -79,14 +81,15 @@ class Wire:
 
     @property
     def _client(self) -> httpx.Client:
-        if self._made is None:
-            options = self.options()
-            if not self.trust_env:  # with a transport of its own httpx asks no proxy variable
-                options["transport"] = httpx.HTTPTransport(
-                    verify=options["verify"], trust_env=False, socket_options=KEEP_ALIVE
-                )
-            self._made = httpx.Client(**options)
-        return self._made
+        with self._making:  # the session's thread may be first, or the caller's
+            if self._made is None:
+                options = self.options()
+                if not self.trust_env:  # with a transport of its own httpx asks no proxy variable
+                    options["transport"] = httpx.HTTPTransport(
+                        verify=options["verify"], trust_env=False, socket_options=KEEP_ALIVE
+                    )
+                self._made = httpx.Client(**options)
+            return self._made
 
     def call(self, call: Call) -> Answer:
         """Perform a call. Whatever goes wrong on the way is an Answer with error."""
@@ -106,7 +109,8 @@ class Wire:
                     # The timeout above is per read: an answer may trickle past it for ever.
                     if len(body) > ANSWER_MAX_BYTES or time.monotonic() > deadline_s:
                         raise httpx.ReadError(f"no end of the answer after {len(body)} bytes")
-        except (httpx.HTTPError, RuntimeError) as fault:  # RuntimeError: closed meanwhile
+        # RuntimeError: closed meanwhile. UnicodeError: a host name that no name service takes.
+        except (httpx.HTTPError, RuntimeError, UnicodeError) as fault:
             return Answer(time.monotonic(), error=said_of(fault))
         return Answer(time.monotonic(), response.status_code, dict(response.headers), bytes(body))
 
@@ -152,16 +156,29 @@ class Wire:
 
     def hang_up_in_child(self) -> None:
         """Close what was inherited over a fork, so that the parent's end can be seen."""
-        for inherited in list(self._sockets):
+        for inherited in self._known():
             # Not shutdown(): that would end the parent's connection too.
             with contextlib.suppress(OSError):
                 inherited.close()
 
     def close(self) -> None:
         """Close all connections. A later call opens new ones."""
-        made, self._made = self._made, None
+        with self._making:
+            made, self._made = self._made, None
+        # Closing a socket does not wake a thread that reads it; shutting it down does.
+        for connected in self._known():
+            with contextlib.suppress(OSError):
+                connected.shutdown(socket.SHUT_RDWR)
         if made is not None:
             made.close()
+
+    def _known(self) -> list[socket.socket]:
+        # No lock: in a forked child it might be held for ever by a thread that is not there.
+        while True:
+            try:
+                return list(self._sockets)
+            except RuntimeError:  # another thread has just connected
+                continue
 
 
 @functools.cache
@@ -193,6 +210,8 @@ def checked(address: str) -> str:
         )
     if url.scheme not in ("http", "https") or not url.host:
         raise _no_address(address, "it has no http:// or https:// and host")
+    if url.port is not None and not 0 < url.port < 2**16:  # it would wrap round
+        raise _no_address(address, f"port {url.port} is not one of 1 to 65535")
     return address.rstrip("/")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from bisect import bisect_right
 from collections.abc import AsyncGenerator
 
@@ -13,10 +14,12 @@ from starlette.types import Receive, Scope, Send
 
 from coordinator.cell import Fact
 from coordinator.presence import Connection
+from coordinator.round import refuse_if_taken_over
 from coordinator.service import Service
+from kvaccord.errors import Superseded
 
 COMMENT_S = 5.0
-REATTACH_S = 1.0
+MOVE_S = 5.0  # all sessions come back within it, not at one moment
 
 
 class SessionStream(Response):
@@ -78,14 +81,21 @@ class SessionStream(Response):
                 self._heard = fresh[-1].place
                 quiet_since_s = loop.time()
                 continue
-            if self._cell.engine.rounds[self._connection.seat.round].ended in ("FAILED", "ABORTED"):
+            engine = self._cell.engine
+            round_ = engine.rounds[self._connection.seat.round]
+            if round_.ended in ("FAILED", "ABORTED"):
+                return
+            try:
+                refuse_if_taken_over(engine, round_)
+            except Superseded as problem:
+                yield format_sse_event(event="problem", data_str=json.dumps(problem.document()))
                 return
             if (left_s := quiet_since_s + COMMENT_S - loop.time()) > 0:
                 await self._cell.change(left_s)
             else:
                 yield KEEPALIVE_COMMENT
                 quiet_since_s = loop.time()
-        yield format_sse_event(event="move", data_str=f'{{"after_s":{REATTACH_S}}}')
+        yield format_sse_event(event="move", data_str=f'{{"after_s":{MOVE_S}}}')
 
 
 def _event(fact: Fact) -> bytes:
