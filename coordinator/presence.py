@@ -74,6 +74,10 @@ class Presence:
         """The attempts of an engine whose session is open."""
         return frozenset(s.attempt for s in self._open if s.name == name)
 
+    def follows(self, seat: Seat) -> bool:
+        """Whether its session or its return is being waited for."""
+        return seat in self._tasks
+
     def expect(self, seat: Seat, *, within_s: float) -> None:
         """A process without a session must open one, or it is lost."""
         if seat not in self._open:

@@ -659,9 +659,23 @@ def refuse_if_taken_over(engine: Engine, round_: Round) -> None:
         )
 
 
+def _replaced(engine: Engine, round_: Round, member: Member) -> bool:
+    """Whether another process has held a slot of this one in a later round."""
+    later = (r for r in engine.rounds.values() if r.number > round_.number)
+    return any(not r.slots.keys().isdisjoint(member.ranks) for r in later)
+
+
 def _on_serve(engine: Engine, command: Serve) -> tuple[Event, ...]:
     round_, member = member_of(engine, command.round, command.attempt)
     refuse_if_taken_over(engine, round_)
+    if _replaced(engine, round_, member):
+        raise Superseded(
+            f"{named(member.ranks)} (pid {member.join.pid}): a newer process has taken its place"
+            f" since round {round_.number}; this one must exit",
+            rank=member.ranks[0],
+            field="round",
+            value=str(round_.number),
+        )
     if round_.ended != "SEALED" or not member.seated:
         raise Conflict(
             f"{named(member.ranks)} serves, but round {round_.number} is {round_.state}; serve"

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +31,7 @@ from coordinator.commands import (
     Veto,
 )
 from coordinator.engine import Engine, Round, compaction
-from coordinator.events import Cleared, Decided, Ended, EngineName, Entry, Touch
+from coordinator.events import Cleared, Decided, Ended, EngineName, Entry, Serving, Touch
 from coordinator.logs import EngineLog, LogConflict, LogUnavailable, StoreUnreadable
 from coordinator.policies import Policies
 from coordinator.presence import Connection, Presence, Seat
@@ -85,7 +85,7 @@ class Service:
         self._log = log_
         self._cells: dict[EngineName, Cell] = {}
         self._watchers: dict[EngineName, asyncio.Task[None]] = {}
-        self._compactions: set[asyncio.Task[None]] = set()
+        self._chores: set[asyncio.Task[None]] = set()
         self._store_answers = True
 
     # --- life -----------------------------------------------------------------------------------
@@ -98,13 +98,7 @@ class Service:
             cell.stale = False
             await self._resume_clock(cell)
             self._watch(cell)
-            for round_ in cell.engine.rounds.values():
-                for member in round_.members.values():
-                    if is_followed(round_, member):
-                        # It was here before this coordinator: judged only after it has served
-                        # for as long as a process may take to find it again.
-                        seat = Seat(name, round_.number, member.attempt)
-                        self.presence.expect(seat, within_s=self.settings.lost_after_s)
+            self._expect_members(cell)
 
     def stop(self) -> None:
         """Answer the long polls and end the streams; take nothing more."""
@@ -115,7 +109,7 @@ class Service:
     async def close(self) -> None:
         self.stop()
         self.presence.close()
-        running = [*self._watchers.values(), *self._compactions]
+        running = [*self._watchers.values(), *self._chores]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -279,11 +273,7 @@ class Service:
     async def serve(
         self, name: EngineName, number: int, attempt: int, touched: tuple[Touch, ...] = ()
     ) -> Round:
-        round_ = await self._call(name, Serve(number, attempt, touched))
-        # It says that it keeps its session: one that has none must open it.
-        seat = Seat(name, number, attempt)
-        self.presence.expect(seat, within_s=self.settings.lost_after_s)
-        return round_
+        return await self._call(name, Serve(number, attempt, touched))
 
     async def cancel(self, name: EngineName, number: int, reason: str) -> Round:
         """An operator ends an open round; one that has ended stays as it is."""
@@ -425,6 +415,7 @@ class Service:
                     continue
                 except LogUnavailable as error:
                     self._store_answers = False
+                    self._do_later(self._read_again(cell))
                     raise _unavailable(error) from error
                 self._store_answers = True
                 self.append_seconds(loop.time() - began_s)
@@ -435,13 +426,28 @@ class Service:
             if isinstance(event, Decided | Ended) and cell.engine.rounds[event.round].ended:
                 self.presence.forget_round(cell.name, event.round)
                 self._compact_if_due(cell)
-            if isinstance(event, Cleared):
-                # It must have a session again as soon as if it had not called.
+            if isinstance(event, Cleared | Serving):
+                # It must have a session again as soon as if it had not called; and who serves
+                # says that it keeps one.
                 seat = Seat(cell.name, event.round, event.attempt)
                 self.presence.expect(seat, within_s=self._patience_s(seat))
         cell.wake()
         self._watch(cell)
         return cell.engine
+
+    def _expect_members(self, cell: Cell) -> None:
+        """Wait for whoever the log says is here and nobody follows yet.
+
+        They were here before this coordinator, or an entry was kept whose answer was lost: judged
+        only after this coordinator has served for as long as a process may take to find it.
+        """
+        for round_ in cell.engine.rounds.values():
+            for member in round_.members.values():
+                seat = Seat(cell.name, round_.number, member.attempt)
+                # A suspicion that is in the log is being followed, unless it is another's.
+                followed = member.suspect is not None and self.presence.follows(seat)
+                if is_followed(round_, member) and not followed:
+                    self.presence.expect(seat, within_s=self.settings.lost_after_s)
 
     async def _refresh(self, cell: Cell) -> None:
         if cell.stale:
@@ -451,13 +457,27 @@ class Service:
             except (LogUnavailable, StoreUnreadable) as error:
                 raise _unavailable(error) from error
             cell.stale = False
+            self._expect_members(cell)
 
     def _compact_if_due(self, cell: Cell) -> None:
         keep = self.policies.of(cell.name).keep_rounds
         if len(cell.engine.rounds) > 2 * keep:
-            task = asyncio.create_task(self._compact(cell, keep))
-            self._compactions.add(task)
-            task.add_done_callback(self._compactions.discard)
+            self._do_later(self._compact(cell, keep))
+
+    def _do_later(self, chore: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(chore)
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+
+    async def _read_again(self, cell: Cell) -> None:
+        """After an append without an answer: find out what the log holds, whoever calls or not."""
+        while cell.stale and not self.stopping:
+            await asyncio.sleep(RETRY_S)
+            async with cell.lock:
+                with suppress(Unavailable):
+                    await self._refresh(cell)
+        cell.wake()
+        self._watch(cell)
 
     async def _compact(self, cell: Cell, keep_rounds: int) -> None:
         """Snapshot what stays of a log and drop what is before it."""

@@ -2,13 +2,13 @@
 
 import sys
 
-from tests.model.mistakes import MISTAKES, SCOPES, searched
-from tests.model.protocol import Rules, explore
+from tests.model.mistakes import MISTAKES, SCOPES, shipped, searched
+from tests.model.protocol import explore
 
 words = " ".join(sys.argv[1:])
-for name, scope in SCOPES.items():
+for name in SCOPES:
     if words in name:
-        print(f"{name}: {explore(scope(Rules()))}", flush=True)
+        print(f"{name}: {explore(shipped(name))}", flush=True)
 for name, mistake in MISTAKES.items():
     if words in name:
         print(f"{name}: {searched(mistake)}", flush=True)

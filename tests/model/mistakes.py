@@ -12,6 +12,7 @@ Make = Callable[[Rules], Scope]
 
 A0, A1, A2 = (Process(f"a{r}", (r,)) for r in range(3))
 HEIR = Process("a0-again", (0,), after=0)  # a0's place, started when a0 has died
+HEIR1 = Process("a1-again", (1,), after=1)
 NEXT0 = Process("next0", (0,), restart=1)
 NEXT1 = Process("next1", (1,), restart=1)
 OTHER1 = Process("other1", (1,), run="B")
@@ -23,14 +24,22 @@ SCOPES: dict[str, Make] = {
     "round of 3, unequal": lambda r: RoundScope(r, (A0, A1._replace(length=9), A2), 3),
     "round of 2+1": lambda r: RoundScope(r, (BOTH, Process("a2", (2,))), 3),
     "launch: restarts": lambda r: LaunchScope(r, (A0, A1, A2, HEIR, NEXT1), 3, watched=(0, 3)),
+    "round of 2, short": lambda r: RoundScope(r, (A0, A1._replace(short=True)), 2),
     "launch: another run": lambda r: LaunchScope(r, (A0, A1, A2, OTHER1), 3),
     "launch: all": lambda r: LaunchScope(r, (A0, A1, HEIR, NEXT0, OTHER1), 2, watched=(0, 2)),
     "launch: chain": lambda r: LaunchScope(
         r, (A0, A1, HEIR, Process("a0-third", (0,), after=2)), 2, watched=(0, 2)
     ),
     "launch: terms": lambda r: LaunchScope(r, (A0, A1, TERMS, BOTH), 2, watched=(0, 1, 3)),
+    "launch: served": lambda r: LaunchScope(
+        r, (A0, A1, HEIR, OTHER1), 2, watched=(), serves=(0, 2), retires=True
+    ),
+    "launch: sealed twice": lambda r: LaunchScope(
+        r, (A0, A1, HEIR, HEIR1), 2, watched=(), serves=(0,)
+    ),
     "stale": lambda r: StaleScope(r, 3),
     "presence: one": lambda r: PresenceScope(r, crashes=2, orphans=True),
+    "presence: serving": lambda r: PresenceScope(r, world=2, serves=True, orphans=True),
     "presence: two": lambda r: PresenceScope(r, coordinators=2, attach="always"),
 }
 
@@ -41,7 +50,6 @@ class Mistake(NamedTuple):
     what: str
     scope: str | Make
     edits: tuple[Edit, ...] = ()
-    cleared: str = "within"
     note: str = ""
 
 
@@ -52,6 +60,8 @@ def rule(function: str, old: str, new: str) -> Edit:
 def state(function: str, old: str, new: str) -> Edit:
     return Edit("engine.py", function, old, new)
 
+
+APART = (rule("decide", "back = _back(engine, command)", "back = ()"),)
 
 MISTAKES: dict[str, Mistake] = {
     # S1, S2: one decision, and it stays
@@ -67,6 +77,9 @@ MISTAKES: dict[str, Mistake] = {
         "S2",
         "round of 3",
         (rule("_on_spend", "round_ is None or not round_.open", "round_ is None"),),
+    ),
+    "cancelled after the end": Mistake(
+        "S2", "round of 3", (rule("_on_cancel", "if not round_.open:", "if False:"),)
     ),
     "an abort rewrites the verdict": Mistake(
         "S1", "round of 3", (rule("_end", "if round_.verdict is None", "if True"),)
@@ -120,13 +133,32 @@ MISTAKES: dict[str, Mistake] = {
         (
             rule(
                 "_time_ran_out",
-                "waited_for = round_.waiting_for",
-                "waited_for = list(range(round_.layout.world_size))",
+                "waited_for, policy = (round_.waiting_for,",
+                "waited_for, policy = (list(range(round_.layout.world_size)),",
             ),
         ),
     ),
+    "who has reported is called stuck": Mistake(
+        "S4", "round of 3", (rule("_on_spend", " and r in round_.waiting_for", ""),)
+    ),
+    "a soft end blames who moves": Mistake(
+        "RULE11", "round of 3", (rule("_on_spend", "if s.stuck and r in", "if r in"),)
+    ),
     "a budget that does not run ends the round": Mistake(
         "RULE3", "round of 3", (rule("_on_spend", "command.what != round_.phase or ", ""),)
+    ),
+    "a shortfall cuts the grace of another cause": Mistake(
+        "RULE3",
+        "round of 2, short",
+        (rule("_on_spend", "if short and (not round_.causes)", "if short"),),
+    ),
+    "a spent budget drops the shortfall": Mistake(
+        "RULE8", "round of 2, short", (rule("_on_spend", "*causes, *short", "*causes"),)
+    ),
+    "passed over a shortfall": Mistake(
+        "S3",
+        "round of 2, short",
+        (Edit("verdict.py", "judge_reports", "if planned.findings:", "if False:"),),
     ),
     # S5: nothing of what is past has any effect
     "no fence between attempts": Mistake(
@@ -139,7 +171,7 @@ MISTAKES: dict[str, Mistake] = {
         "S5",
         "launch: restarts",
         (
-            rule("member_of", "engine.rounds.get(number)", "engine.last"),
+            rule("member_of", "_round(engine, number)", "engine.last"),
             rule(
                 "member_of",
                 "round_.members.get(attempt)",
@@ -171,6 +203,39 @@ MISTAKES: dict[str, Mistake] = {
         "launch: another run",
         (rule("_on_claim", "alive and (not same_run)", "False and (not same_run)"),),
     ),
+    "who serves is not alive without a session": Mistake(
+        "RULE7",
+        "launch: served",
+        (
+            rule(
+                "_alive", "m.kept and (not m.suspect) and (m.departed is None)", "False and m.kept"
+            ),
+        ),
+    ),
+    "who is suspect after the seal is alive": Mistake(
+        "RULE7", "launch: served", (rule("_alive", "m.kept and (not m.suspect)", "m.kept"),)
+    ),
+    "only the last round has living members": Mistake(
+        "RULE7",
+        "launch: served",
+        (rule("_on_claim", "engine.in_force and engine.in_force is not last", "False"),),
+    ),
+    "a claim lapses what another run has reserved": Mistake(
+        "RULE7",
+        "launch: all",
+        (
+            state(
+                "_claimed",
+                "ranks.isdisjoint(r.join.ranks) or r.join.launch.run != run",
+                "ranks.isdisjoint(r.join.ranks)",
+            ),
+        ),
+    ),
+    "who was replaced after the seal stands": Mistake(
+        "RULE7",
+        "launch: served",
+        (rule("_claim_of_this_launch", "return (*left, *_open", "return (*(), *_open"),),
+    ),
     "a late member is seated in the round that has ended": Mistake(
         "S5", "launch: restarts", (state("_claimed", "round_.open and ", ""),)
     ),
@@ -197,7 +262,48 @@ MISTAKES: dict[str, Mistake] = {
     "a finding about a round that has ended is kept": Mistake(
         "S5",
         "launch: restarts",
-        (rule("_on_presence", "or (not round_.open) ", ""),),
+        (rule("is_followed", "return round_.open or", "return True or"),),
+    ),
+    "a suspect of a round that has ended is cleared": Mistake(
+        "S5", "round of 3", (rule("_back", " or (not is_followed(round_, member))", ""),)
+    ),
+    "a session is followed that no server holds": Mistake(
+        "S5",
+        "round of 3",
+        (
+            rule(
+                "is_followed",
+                "round_.ended == 'SEALED' and member.kept",
+                "round_.ended == 'SEALED'",
+            ),
+        ),
+    ),
+    "who has departed is followed": Mistake(
+        "S5", "round of 3", (rule("is_followed", " or member.departed is not None", ""),)
+    ),
+    "who has not been sealed serves": Mistake(
+        "S5", "round of 3", (rule("_on_serve", "round_.ended != 'SEALED' or ", ""),)
+    ),
+    "who was replaced says that it serves": Mistake(
+        "S5",
+        "launch: served",
+        (rule("_on_serve", "_replaced(engine, round_, member)", "False"),),
+    ),
+    "an open round is retired": Mistake(
+        "S5", "round of 3", (rule("_on_retire", "round_.ended != 'SEALED'", "False"),)
+    ),
+    "a departure from a round of the past": Mistake(
+        "S5",
+        "launch: served",
+        (rule("_on_leave", "round_ in (engine.in_force, engine.last) and ", ""),),
+    ),
+    "a departure of another round": Mistake(
+        "TOTAL",
+        "launch: sealed twice",
+        (
+            rule("_on_leave", "round_ in (engine.in_force, engine.last) and ", ""),
+            rule("_on_leave", "_departures(round_, ", "_departures(engine.last, "),
+        ),
     ),
     "a process without a seat reports": Mistake(
         "S5", "launch: terms", (rule("_on_submit", " or (not member.seated)", ""),)
@@ -210,6 +316,16 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a round number is used again": Mistake(
         "S1", "launch: restarts", (rule("_open", "engine.last.number + 1", "engine.last.number"),)
+    ),
+    "a floor forgets the round in force": Mistake(
+        "S6",
+        "launch: restarts",
+        (state("compaction", " or engine.rounds[n] is engine.in_force", ""),),
+    ),
+    "a floor forgets what is reserved": Mistake(
+        "S6",
+        "launch: restarts",
+        (state("evolve", "reservations=_reserv", "reservations={} and _reserv"),),
     ),
     # S7: what SEALED means
     "sealed without comparing the digest": Mistake(
@@ -249,14 +365,14 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "Cleared is appended before the call, not with it": Mistake(
         "S12",
-        lambda r: PresenceScope(r),
-        cleared="apart",
+        lambda r: PresenceScope(r, apart=True),
+        APART,
         note="a call that overtakes the suspicion on its way to the log is answered uncleared",
     ),
     "Cleared before the call settles the round that the call says no to": Mistake(
         "S3",
-        lambda r: PresenceScope(r),
-        cleared="apart",
+        lambda r: PresenceScope(r, apart=True),
+        APART,
     ),
     "a long poll is answered to a suspect": Mistake(
         "S12", lambda r: PresenceScope(r, clears_polls=False)
@@ -267,6 +383,14 @@ MISTAKES: dict[str, Mistake] = {
     "two coordinators, and one that starts expects everyone": Mistake(
         "S12",
         lambda r: PresenceScope(r, coordinators=2, attach="always", expects_all=True),
+    ),
+    "who serves need not open a session": Mistake(
+        "L4",
+        lambda r: PresenceScope(r, world=2, serves=True, expects_servers=False),
+    ),
+    "who serves and is not answered need not open a session": Mistake(
+        "L4",
+        lambda r: PresenceScope(r, world=2, serves=True, reads_again=False),
     ),
     # L4 and L3, and rule 8
     "nobody is expected after a restart": Mistake(
@@ -292,6 +416,11 @@ MISTAKES: dict[str, Mistake] = {
             ),
         ),
     ),
+    "a return by a call that says nothing new settles nothing": Mistake(
+        "L3",
+        "round of 3",
+        (rule("decide", "return settle(engine, back[0].round, seen=back)", "return back"),),
+    ),
     "the grace drops the first cause": Mistake(
         "RULE8",
         "round of 3",
@@ -300,8 +429,13 @@ MISTAKES: dict[str, Mistake] = {
 }
 
 
+def shipped(name: str) -> Scope:
+    return SCOPES[name](Rules(()))
+
+
 def searched(mistake: Mistake) -> Found:
     """Search for what refutes a mistake, by the one property that must."""
-    make = SCOPES[mistake.scope] if isinstance(mistake.scope, str) else mistake.scope
-    rules = Rules(mistake.edits, cleared=mistake.cleared)
-    return explore(make(rules), only=(mistake.what,))
+    make, edits = mistake.scope, mistake.edits
+    if isinstance(make, str):
+        make = SCOPES[make]
+    return explore(make(Rules(edits)), only=(mistake.what,))

@@ -23,7 +23,9 @@ from typing import Any, NamedTuple
 
 import coordinator.engine
 import coordinator.round
-from coordinator.events import Budgets, Cleared, EngineName
+from coordinator import commands
+from coordinator.events import EngineName
+from coordinator.policy import Policy
 from kvaccord import Layout, Report, messages, page
 from kvaccord.canonical import digest
 from kvaccord.decision import Decision
@@ -32,6 +34,7 @@ from kvaccord.messages import Join, Launch
 
 ROOT = Path(__file__).parents[2]
 OTHER_DIGEST = "sha256:" + "0" * 64
+ENTRY_BYTES = 10
 
 
 class Breach(Exception):
@@ -67,13 +70,9 @@ class Moved(Exception):
 
 
 class Rules:
-    """decide and evolve of the shipped files.
+    """decide and evolve of the shipped files, perhaps edited."""
 
-    cleared: a call of a suspect appends Cleared in the entry of the call itself ("within"), or
-    the rules leave that to the shell ("apart").
-    """
-
-    def __init__(self, edits: Sequence[Edit] = (), *, cleared: str = "within") -> None:
+    def __init__(self, edits: Sequence[Edit] = ()) -> None:
         engine: ModuleType = coordinator.engine
         rules: ModuleType = coordinator.round
         if edits:
@@ -81,39 +80,16 @@ class Rules:
             others = {"coordinator.engine": engine}
             others["coordinator.verdict"] = _edited("verdict.py", edits, others)
             rules = _edited("round.py", edits, others)
-        self.engine, self.round, self.cleared = engine, rules, cleared
-        self.calls = (rules.Claim, rules.Submit, rules.Veto, rules.Leave, rules.Apply)
+        self.engine, self.round = engine, rules
 
     def empty(self) -> Any:
         return self.engine.Engine(EngineName("default", "llama"), "store-1")
 
     def decide(self, engine: Any, command: Any) -> tuple[Any, ...]:
-        events = self.round.decide(engine, command)
-        if not isinstance(command, self.calls):
-            return events
-        if self.cleared == "apart":
-            return _without_cleared(events, command.attempt)
-        round_ = engine.round_of(command.attempt)
-        member = round_.members[command.attempt] if round_ else None
-        if not member or not member.suspect or member.gone or not member.seated or not round_.open:
-            return events
-        if any(isinstance(e, Cleared) and e.attempt == command.attempt for e in events):
-            return events  # the shipped rules do it themselves
-        cleared = Cleared(round=round_.number, attempt=command.attempt)
-        events = self.round.decide(self.engine.evolve(engine, cleared), command)
-        if events:
-            return (cleared, *events)
-        return self.round.settle(engine, round_.number, cleared)
+        return self.round.decide(engine, command)
 
     def evolve(self, engine: Any, events: tuple[Any, ...]) -> Any:
         return self.engine.evolve_entry(engine, events)
-
-
-def _without_cleared(events: tuple[Any, ...], attempt: int) -> tuple[Any, ...]:
-    """As if the rules left Cleared to the shell; a suspect settles nothing."""
-    if not any(isinstance(e, Cleared) and e.attempt == attempt for e in events):
-        return events
-    return tuple(e for e in events if e.event not in ("cleared", "decided", "ended"))
 
 
 def _edited(file: str, edits: Sequence[Edit], instead: dict[str, ModuleType]) -> ModuleType:
@@ -136,6 +112,8 @@ def _edited(file: str, edits: Sequence[Edit], instead: dict[str, ModuleType]) ->
         body[index] = ast.parse(text.replace(edit.old, edit.new)).body[0]
     module = ModuleType(f"coordinator.{file.removesuffix('.py')}")
     module.__file__ = str(path)
+    # Its own types are looked up by its name: a snapshot must be one of the edited rounds.
+    instead = {**instead, module.__name__: module}
     saved = {name: sys.modules[name] for name in instead}
     sys.modules.update(instead)
     try:
@@ -149,7 +127,10 @@ def _edited(file: str, edits: Sequence[Edit], instead: dict[str, ModuleType]) ->
 
 
 class Process(NamedTuple):
-    """after: the process that must have died before this one is started."""
+    """after: the process that must have died before this one is started.
+
+    short: its report alone makes failure certain.
+    """
 
     name: str
     ranks: tuple[int, ...]
@@ -158,6 +139,7 @@ class Process(NamedTuple):
     after: int | None = None
     tp: int = 0  # another layout than the scope's, if not 0
     length: int = 8  # max_model_len, which must be equal over the engine
+    short: bool = False
 
 
 Key = tuple[Any, ...]
@@ -191,6 +173,7 @@ class Log:
         self.engines: list[Any] = []
         self._ids: dict[Key, int] = {}
         self._steps: dict[tuple[int, Key], Step] = {}
+        self._found: dict[tuple[int, int], tuple[int, int]] = {}
         self._rivals = [
             (f"process-{a}", f"process-{b}")
             for b, q in enumerate(processes)
@@ -213,12 +196,14 @@ class Log:
 
     def report(self, process: int, pages: int) -> dict[int, Report]:
         """Every process has other numbers, so that a plan shows whose reports made it."""
-        pages += 10 + process
+        budget = (pages + 10 + process) * 10
+        if self.processes[process].short:
+            budget = ENTRY_BYTES - 1 - pages  # not one page
         report = Report(
-            free_bytes=pages * 10 + 3,
-            kv_budget_bytes=pages * 10,
+            free_bytes=budget + 3,
+            kv_budget_bytes=budget,
             max_model_len=self.processes[process].length,
-            classes=(page("kv", 10),),
+            classes=(page("kv", ENTRY_BYTES),),
         )
         return dict.fromkeys(self.processes[process].ranks, report)
 
@@ -227,6 +212,12 @@ class Log:
 
     def find(self, state: int, process: int) -> tuple[int, int]:
         """(attempt, round) of a process; round 0: reserved only; (0, 0): neither."""
+        known = self._found.get((state, process))
+        if known is None:
+            known = self._found[state, process] = self._find(state, process)
+        return known
+
+    def _find(self, state: int, process: int) -> tuple[int, int]:
         engine, nonce = self.engines[state], f"process-{process}"
         for round_ in engine.newest_first():
             for member in round_.members.values():
@@ -241,29 +232,40 @@ class Log:
         return self.engines[state].last
 
     def command(self, engine: Any, key: Key) -> Any:
-        rules = self.rules.round
         match key:
             case ("join", process):
-                return rules.Reserve(self.joins[process])
+                return commands.Reserve(self.joins[process])
             case ("claim", _, attempt, watched):
-                return rules.Claim(attempt, Budgets(), frozenset(watched))
+                return commands.Claim(attempt, Policy(), frozenset(watched))
             case ("report", process, attempt, number, pages):
-                return rules.Submit(number, attempt, self.report(process, pages), {})
+                return commands.Submit(number, attempt, self.report(process, pages), {})
             case ("veto", process, attempt, number):
                 said = messages.Veto(rank=self.processes[process].ranks[0], text="no")
-                return rules.Veto(number, attempt, said)
+                return commands.Veto(number, attempt, said)
             case ("leave", _, attempt, number):
-                return rules.Leave(number, attempt, messages.Leave())
+                return commands.Leave(number, attempt, messages.Leave())
             case ("applied", process, attempt, number, how):
-                return rules.Apply(number, attempt, self._applied(engine, process, number, how))
+                return commands.Apply(number, attempt, self._applied(engine, process, number, how))
             case ("suspect", attempt, number, connection):
-                return rules.Suspect(number, attempt, connection)
+                return commands.Suspect(number, attempt, connection)
             case ("clear", attempt, number):
-                return rules.Clear(number, attempt)
+                return commands.Clear(number, attempt)
             case ("lose", attempt, number, connection):
-                return rules.Lose(number, attempt, connection, 1.0)
+                return commands.Lose(number, attempt, connection, 1.0)
             case ("spend", number, what):
-                return rules.Spend(number, what)
+                return commands.Spend(number, what)
+            case ("spend", number, what, soft, stuck):
+                # As the shell finds them: of the claimed ranks, perhaps some time ago.
+                signs = {
+                    r: commands.Sign("at", 1.0, r in stuck) for r in engine.rounds[number].slots
+                }
+                return commands.Spend(number, what, soft, signs)
+            case ("serve", _, attempt, number):
+                return commands.Serve(number, attempt)
+            case ("cancel", number):
+                return commands.Cancel(number, "so")
+            case ("retire", number):
+                return commands.Retire(number, "so")
         raise AssertionError(key)
 
     def _applied(self, engine: Any, process: int, number: int, how: str) -> messages.Applied:
@@ -318,6 +320,7 @@ class Log:
         if known is None:
             known = self._ids[key] = len(self.engines)
             self.engines.append(engine)
+            check_floor(self.rules, engine)
         return known
 
     def _key(self, engine: Any) -> Key:
@@ -334,12 +337,17 @@ class Log:
                 None if a not in given or b not in given else given[a] < given[b]
                 for a, b in self._rivals
             ),
-            tuple((r.number, r.launch, self._names(r)) for r in rounds[:-1]),
+            tuple((r.number, r.launch, *self._standing(r)) for r in rounds[:-1]),
             self._round_key(rounds[-1]) if rounds else None,
         )
 
-    def _names(self, round_: Any) -> Key:
-        return sorted_tuple(m.join.nonce for m in round_.members.values())
+    def _standing(self, r: Any) -> Key:
+        """What may still matter of a round that has ended."""
+        members = r.members.values()
+        if r.ended != "SEALED":
+            return (False, sorted_tuple((m.join.nonce, m.seated) for m in members))
+        each = sorted_tuple((m.join.nonce, m.seated, *_after_the_seal(m)) for m in members)
+        return (True, r.retired is not None, each)
 
     def _alike_key(self, engine: Any) -> Key:
         """One round of processes that only their names tell apart: what each has come to, sorted.
@@ -349,11 +357,14 @@ class Log:
         last = engine.last
         if last is None:
             return (len(engine.reservations),)
+        if last.ended == "SEALED":
+            each = sorted_tuple((m.kept, bool(m.suspect), bool(m.departed)) for m in last.seated)
+            return len(engine.reservations), last.number, last.retired is not None, each
         if last.ended:
             return (
                 len(engine.reservations),
                 last.ended,
-                sorted_tuple(m.seated for m in last.members.values()),
+                sorted_tuple((m.seated, bool(m.suspect)) for m in last.members.values()),
                 bool(last.causes),
             )
         each = sorted_tuple(
@@ -364,14 +375,17 @@ class Log:
 
     def _round_key(self, r: Any) -> Key:
         if r.ended:
-            members = sorted_tuple((m.join.nonce, m.seated) for m in r.members.values())
-            return r.number, r.launch, r.layout.tp, r.ended, members, bool(r.causes)
+            return r.number, r.launch, r.layout.tp, r.ended, self._standing(r), bool(r.causes)
         members = sorted_tuple(
             (m.join.nonce, m.seated, m.suspect or "", m.gone, m.applied is not None)
             for m in r.members.values()
         )
         sent = tuple((rank, report.kv_budget_bytes) for rank, report in sorted(r.sent.items()))
         return r.number, r.launch, r.layout.tp, r.verdict, members, sent, bool(r.causes)
+
+
+def _after_the_seal(member: Any) -> Key:
+    return member.kept, member.suspect or "", member.departed is not None
 
 
 # --- the properties of one entry ----------------------------------------------------------------
@@ -403,6 +417,16 @@ def check_entry(log: Log, before: Any, after: Any, command: Any, events: tuple[A
         if kind == "opened":
             continue
         was = then.rounds[event.round]
+        if kind in ("serving", "departed", "retired"):
+            _stands(then, was, command, event)
+            continue
+        if kind in ("suspected", "cleared") and was.ended == "SEALED":
+            member = was.members[event.attempt]
+            must(
+                member.seated and member.kept, f"S5 {kind} was appended of one that does not serve"
+            )
+            must(member.departed is None, f"S5 {kind} was appended of one that had departed")
+            continue
         must(was.open, f"S5 {kind} was appended to a round that had ended")
         must(was.number == before.last.number, f"S5 {kind} was appended to an older round")
         if hasattr(event, "attempt"):
@@ -436,6 +460,66 @@ def _frozen(before: Any, after: Any) -> None:
             must(now.verdict == was.verdict, "S1 an abort rewrote the verdict")
         if was.outcome or was.ended:
             must((now.outcome, now.ended) == (was.outcome, was.ended), "S2 an outcome changed")
+            must(_proof(now) == _proof(was), "S2 what an outcome rests on changed")
+
+
+def _proof(round_: Any) -> Key:
+    built = {m.attempt: m.applied for m in round_.seated}
+    return dict(round_.slots), dict(round_.sent), round_.causes, built
+
+
+def _stands(engine: Any, was: Any, command: Any, event: Any) -> None:
+    """What may come after the seal: words of its own members, and what was found of servers."""
+    kind, said = event.event, type(command).__name__
+    must(was.ended == "SEALED", f"S5 {kind} was appended to a round that is not sealed")
+    if kind == "retired":
+        must(said == "Retire" and command.round == was.number, "S5 retired without an order")
+        return
+    must(event.attempt in was.members, f"S5 {kind} of a process of another round")
+    member = was.members[event.attempt]
+    must(member.seated, f"S5 {kind} of a process without a seat")
+    if said in ("Serve", "Leave"):
+        own = (command.round, command.attempt) == (was.number, event.attempt)
+        must(own, f"S5 {kind}, which it did not say of itself")
+    if kind == "serving":
+        must(said == "Serve", "S5 serving, which it did not say")
+        _is_current(engine, was, event)
+        return
+    must(member.departed is None, "S5 one departed twice")
+    match said:
+        case "Leave":
+            now = (_in_force(engine), engine.last.number)
+            must(was.number in now, "S5 the leave of a round of the past was kept")
+        case "Claim":
+            ranks = engine.reservations[command.attempt].join.ranks
+            must(set(ranks) & set(member.ranks), "S5 departed, and nobody wants its place")
+        case "Lose":
+            must(
+                member.suspect and member.suspect == command.connection,
+                "S12 departed although the suspicion was cleared, or is of another session",
+            )
+        case _:
+            must(False, f"S5 departed by {said}")
+
+
+def _in_force(engine: Any) -> int:
+    """The number of the latest sealed round, if it was not retired."""
+    sealed = [n for n, r in engine.rounds.items() if r.ended == "SEALED"]
+    return max(sealed) if sealed and engine.rounds[max(sealed)].retired is None else 0
+
+
+def check_floor(rules: Rules, engine: Any) -> None:
+    """Dropping all but the latest round forgets nothing that the rules go by."""
+    if len(engine.rounds) < 2 or not is_checked("S6"):
+        return
+    now = engine
+    for event in rules.engine.compaction(engine, 1):
+        now = rules.engine.evolve(now, event)
+    must(now.last == engine.last, "S6 a floor forgets the last round")
+    must(now.in_force == engine.in_force, "S6 a floor forgets the round in force")
+    must(now.rounds.items() <= engine.rounds.items(), "S6 a floor changes a round")
+    for name in ("last_attempt", "left_runs", "reservations"):
+        must(getattr(now, name) == getattr(engine, name), f"S6 a floor changes {name}")
 
 
 def _numbers(before: Any, after: Any) -> None:
@@ -463,13 +547,19 @@ def _launch_is_not_older(engine: Any, round_: Any) -> None:
 
 
 def _is_current(engine: Any, round_: Any, event: Any) -> None:
-    """Nothing of a process has effect once a newer one holds one of its slots."""
-    ranks = set(round_.members[event.attempt].ranks)
+    """Nothing of a process has effect once a newer one holds one of its slots.
+
+    Newer is a later round's, or a higher attempt of its own run. A lower attempt of another run may
+    have waited for that one to end.
+    """
+    me = round_.members[event.attempt]
+    ranks, run = set(me.ranks), me.join.launch.run
     newer = [
         m
         for r in engine.rounds.values()
         for m in r.members.values()
-        if m.seated and m.attempt > event.attempt and ranks & set(m.ranks)
+        if m.seated and m.attempt != event.attempt and ranks & set(m.ranks)
+        if r.number > round_.number or (m.join.launch.run == run and m.attempt > event.attempt)
     ]
     must(not newer, f"S5 {event.event} of a replaced process was kept")
 
@@ -490,7 +580,7 @@ def _decided(log: Log, was: Any, command: Any, event: Any) -> None:
         _causes_are_whole(was, decision, command)
         return
     must(not was.causes, "S3 PASSED over a cause")
-    must(not isinstance(command, log.rules.round.Veto | log.rules.round.Leave), NO_IN_HAND)
+    must(not isinstance(command, commands.Veto | commands.Leave), NO_IN_HAND)
     pages = []
     for rank in range(was.layout.world_size):
         must(rank in was.slots, f"S3 PASSED without rank {rank}")
@@ -501,7 +591,7 @@ def _decided(log: Log, was: Any, command: Any, event: Any) -> None:
         must(not holder.suspect, f"S3 PASSED while rank {rank} is suspect")
         mine = [log.report(process, extra)[rank] for extra in (0, 5)]
         must(was.sent.get(rank) in mine, f"S3 PASSED without a report of rank {rank}'s process")
-        pages.append(was.sent[rank].kv_budget_bytes // 10)
+        pages.append(was.sent[rank].kv_budget_bytes // ENTRY_BYTES)
     must(len({r.max_model_len for r in was.sent.values()}) == 1, "S3 PASSED over unequal inputs")
     for rank in range(was.layout.world_size):
         must(decision.entries(rank) == {"kv": min(pages)}, "S3 not the minimum of the reports")
@@ -515,22 +605,39 @@ def _causes_are_whole(was: Any, document: Any, command: Any) -> None:
     said = [(c["code"], c.get("rank")) for c in document.causes]
     kept = [(c.code, c.ranks[0] if c.ranks else None) for c in was.causes]
     must(said[: len(kept)] == kept, f"RULE8 the causes {kept} became {said}")
-    what = getattr(command, "what", None)
-    if what not in (None, "grace"):
+    found = said[len(kept) :]
+    what, soft = getattr(command, "what", None), getattr(command, "soft", False)
+    if what not in (None, "grace", "shortfall"):
         must(what == was.phase, f"RULE3 the budget {what} ended a round in {was.phase}")
-    blamed = {r for code, r in said[len(kept) :] if code == "ranks_missing"}
+    if what is not None and not was.verdict:
+        certain = {r for r, report in was.sent.items() if report.kv_budget_bytes < ENTRY_BYTES}
+        must(
+            certain == {r for code, r in found if code == "does_not_fit"},
+            f"RULE8 the reports of {certain} make failure certain, found was {found}",
+        )
+        must(what != "shortfall" or certain, "RULE3 a shortfall of nobody ended a round")
+    must(what != "shortfall" or not kept, "RULE3 a shortfall ended another cause's grace")
+    if type(command).__name__ == "Cancel":
+        must(found == [("cancelled", None)], f"RULE8 cancelled for {found}")
+    stuck = {r for code, r in found if code == "rank_stuck"}
+    must(not soft or stuck, "RULE11 a soft end ended a round in which nobody is stuck")
+    if stuck:
+        signs = {r for r, sign in command.signs.items() if sign.stuck}
+        must(stuck <= signs, f"RULE11 {stuck - signs} stuck although they move")
+    blamed = stuck | {r for code, r in found if code == "ranks_missing"}
     heard = (
         was.sent.keys()
         if was.verdict is None
         else {r for m in was.seated if m.applied is not None for r in m.ranks}
     )
-    must(not blamed & set(heard), f"S4 {blamed & set(heard)} missing although acknowledged")
+    late = blamed & set(heard)
+    must(not late, f"S4 {late} missing or stuck although acknowledged")
     if was.phase == "gather":
         must(not blamed & was.slots.keys(), "S4 a claimed rank is missing in gather")
-    lost = {r for code, r in said[len(kept) :] if code == "rank_lost"}
+    lost = {r for code, r in found if code == "rank_lost"}
     for rank in lost:
         must(was.holder(rank).suspect, f"S12 rank {rank} lost by time and not suspect")
-    if what in ("gather", "report", "apply"):
+    if what in ("gather", "report", "apply") and not soft:
         must(blamed >= set(was.waiting_for), f"RULE11 of {was.waiting_for} only {blamed} blamed")
 
 
@@ -582,6 +689,25 @@ def check_claim(log: Log, before: Any, after: Any, command: Any, events: tuple[A
         else "late"
     )
     must(got == wanted, f"RULE7 a claim {got}, it should have been: {wanted}")
+    if events:
+        _lapse(before, after, reserved.join, command.attempt)
+    if got == "opens" and last and last.ended == "SEALED" and reserved.join.launch == last.launch:
+        left = [last.slots[r] for r in reserved.join.ranks if r in last.slots]
+        gone = [after.rounds[last.number].members[a].departed for a in left]
+        must(all(gone), "RULE7 who was replaced after the seal still stands")
+
+
+def _lapse(before: Any, after: Any, join: Join, attempt: int) -> None:
+    """What lapses with a claim: what was reserved earlier, by the same run, for its ranks."""
+    lapsed = {
+        a
+        for a, r in before.reservations.items()
+        if a < attempt
+        and r.join.launch.run == join.launch.run
+        and set(r.join.ranks) & set(join.ranks)
+    }
+    left = before.reservations.keys() - after.reservations.keys()
+    must(left == lapsed | {attempt}, f"RULE7 with {attempt} lapsed {left}, not {lapsed}")
 
 
 def _claim_table(engine: Any, join: Join, watched: Iterable[int]) -> str:
@@ -590,18 +716,16 @@ def _claim_table(engine: Any, join: Join, watched: Iterable[int]) -> str:
         return "opens"
     same_run = join.launch.run == last.launch.run
     holders = [last.members[last.slots[r]] for r in join.ranks if r in last.slots]
-    if last.open:
-        alive = {m.attempt for m in last.members.values() if m.seated and not m.gone}
-        alive -= {m.attempt for m in last.members.values() if m.suspect}
-    else:
-        alive = {m.attempt for m in last.members.values() if m.seated} & set(watched)
+    alive = _living(last, watched)
     next_ = "replaces" if last.open else "opens"
     if join.launch != last.launch:
         if same_run:
             return "refused" if join.launch.restart < last.launch.restart else next_
         if any(r.launch.run == join.launch.run for r in engine.rounds.values()):
             return "refused"
-        return "refused" if alive and last.ended in (None, "SEALED") else next_
+        if in_force := _in_force(engine):
+            alive = alive | _living(engine.rounds[in_force], watched)
+        return "refused" if alive else next_
     if last.ended == "FAILED" and not holders:
         here = any(set(m.ranks) & set(join.ranks) for m in last.members.values())
         return "opens" if here else "late"
@@ -614,6 +738,16 @@ def _claim_table(engine: Any, join: Join, watched: Iterable[int]) -> str:
     if not holders:
         return "takes"
     return "fails" if any(m.attempt in alive for m in holders) else "replaces"
+
+
+def _living(round_: Any, watched: Iterable[int]) -> set[int]:
+    """In an open round neither gone nor suspect; sealed: with a session, or serving."""
+    if round_.open:
+        return {m.attempt for m in round_.seated if not m.gone and not m.suspect}
+    if round_.ended != "SEALED":
+        return set()
+    serve = {m.attempt for m in round_.seated if m.kept and not m.suspect and not m.departed}
+    return serve | {m.attempt for m in round_.seated} & set(watched)
 
 
 # --- the search ---------------------------------------------------------------------------------
@@ -636,10 +770,14 @@ class Scope:
         raise NotImplementedError
 
     def livenesses(self) -> Iterable[Liveness]:
-        return (Liveness("L4 no outcome is reachable", lambda s: self._open(s), self.is_over),)
-
-    def _open(self, state: tuple[Any, ...]) -> bool:
-        return not self.is_over(state)
+        return (
+            Liveness(
+                "L4 no outcome is reachable without an operator",
+                lambda s: not self.is_over(s),
+                self.is_over,
+                lambda kind: kind != "cancel",
+            ),
+        )
 
     def is_over(self, state: tuple[Any, ...]) -> bool:
         last = self.log.last(state[0])

@@ -21,7 +21,8 @@ class RoundScope(Scope):
     name = "round"
 
     def __init__(self, rules: Rules, processes: tuple[Process, ...], world: int) -> None:
-        self.equal = len({p.length for p in processes}) == 1
+        self.equal = len({(p.length, p.short) for p in processes}) == 1
+        self.equal = self.equal and not processes[0].short
         alike = self.equal and len(processes) == world
         self.log = Log(rules, processes, world, alike=alike)
         self.everyone = range(len(processes))
@@ -58,9 +59,20 @@ class RoundScope(Scope):
             for connection in ("a", "b"):
                 yield f"suspect {name} {connection}", ("suspect", attempt, number, connection)
                 yield f"lose {name} {connection}", ("lose", attempt, number, connection)
+            yield f"serve {name}", ("serve", p, attempt, number)
+            yield f"serve-next {name}", ("serve", p, attempt, number + 1)
+            stuck = self.log.processes[p].ranks
+            for what in ("report", "apply"):
+                for soft in (True, False):
+                    label = f"spend-{'soft' if soft else 'hard'} {what}, {name} stuck"
+                    yield label, ("spend", number, what, soft, stuck)
         if last is not None:
-            for what in ("gather", "report", "apply", "grace"):
+            for what in ("gather", "report", "apply", "grace", "shortfall"):
                 yield f"spend {what}", ("spend", last.number, what)
+            for what in ("report", "apply"):
+                yield f"spend-soft {what}", ("spend", last.number, what, True, ())
+            yield "cancel", ("cancel", last.number)
+            yield "retire", ("retire", last.number)
 
     def livenesses(self) -> Iterable[Liveness]:
         yield from super().livenesses()
@@ -108,13 +120,18 @@ class LaunchScope(Scope):
         world: int,
         *,
         watched: tuple[int, ...] | None = None,
+        serves: tuple[int, ...] = (),
+        retires: bool = False,
         one_step: bool = False,
     ) -> None:
-        """watched: the processes whose sessions may end; all of them if not given."""
+        """watched: the processes whose sessions may end; all of them if not given.
+
+        serves: those that may say that they serve, and leave.
+        """
         self.log = Log(rules, processes, world)
         self.everyone = range(len(processes))
         self.watched = self.everyone if watched is None else watched
-        self.one_step = one_step
+        self.serves, self.retires, self.one_step = serves, retires, one_step
         self.successor = {p.after: i for i, p in enumerate(processes) if p.after is not None}
 
     def first(self) -> tuple[Any, ...]:
@@ -147,11 +164,21 @@ class LaunchScope(Scope):
             yield from self._joins(state, p, now, does)
             yield from self._calls(state, p, now, does)
         last = self.log.last(at)
+        orders: list[tuple[str, Key]] = []
         if last is not None and last.open:
-            for what in ("gather", "report", "apply", "grace"):
-                self.trying = f"spend {what}"
-                after = self.log.step(at, ("spend", last.number, what)).after
-                yield self.trying, (after, *processes)
+            orders = [
+                (f"spend {what}", ("spend", last.number, what))
+                for what in ("gather", "report", "apply", "grace")
+            ]
+        # Where nobody serves, a round of the past has nothing that an order could change.
+        known = self.log.engines[at].rounds
+        for number in known if self.serves else list(known)[-1:]:
+            orders.append((f"cancel {number}", ("cancel", number)))
+            if self.retires:
+                orders.append((f"retire {number}", ("retire", number)))
+        for label, key in orders:
+            self.trying = label
+            yield label, (self.log.step(at, key).after, *processes)
 
     def _joins(
         self, state: tuple[Any, ...], p: int, now: Any, does: Any
@@ -192,6 +219,9 @@ class LaunchScope(Scope):
             for key in (("veto", p, attempt, number), ("lose", attempt, number, "s")):
                 self.trying = f"{key[0]} {name} late"
                 yield self.trying, now(p, does(p, key).after)
+            for key in self._after(p, attempt, number):
+                self.trying = f"{key[0]} {name} after the end"
+                yield self.trying, now(p, does(p, key).after)
             return
         calls.append((f"report {name}", ("report", p, attempt, number, 0)))
         if round_.verdict:
@@ -206,11 +236,19 @@ class LaunchScope(Scope):
             self.trying = label
             yield label, now(p, does(p, key).after)
 
+    def _after(self, p: int, attempt: int, number: int) -> Iterator[Key]:
+        if p not in self.serves:
+            return
+        yield ("serve", p, attempt, number)
+        yield ("leave", p, attempt, number)
+        yield ("suspect", attempt, number, "s")
+        yield ("clear", attempt, number)
+
     def _watched(self, at: int) -> Iterator[tuple[int, ...]]:
         yield ()
-        last = self.log.last(at)
-        if last is not None and last.ended == "SEALED":
-            yield tuple(sorted(m.attempt for m in last.seated))
+        for round_ in self.log.engines[at].rounds.values():
+            if round_.ended == "SEALED":
+                yield tuple(sorted(m.attempt for m in round_.seated))
 
     def _evicts_nobody(self, state: tuple[Any, ...], p: int, after: int) -> None:
         """A dead process whose successor holds the slot disturbs it no more."""
@@ -337,6 +375,7 @@ class StaleScope(Scope):
                 yield f"lose {process.name}", ("lose", attempt, number, "s")
         for what in ("report", "apply", "grace"):
             yield f"spend {what}", ("spend", number, what)
+        yield "cancel", ("cancel", number)
 
 
 class Coordinator(NamedTuple):
@@ -366,7 +405,8 @@ class Watch(NamedTuple):
 class PresenceScope(Scope):
     """The session of one process, at one or two coordinators, beside a whole round of `world`.
 
-    cleared  "within": the call of a suspect appends Cleared in its own entry; "apart": before it.
+    apart    by mistake, the call of a suspect does not hold its Cleared; it is appended before it.
+    serves   after the seal the process says that it serves, and is followed until it has departed.
     attach   "suspects": an attach appends only if the log holds a suspicion; "always": every
              attach is appended with its connection, and only its end makes suspect.
     """
@@ -387,13 +427,21 @@ class PresenceScope(Scope):
         orphans: bool = False,
         crashes: int = 1,
         spends: bool = True,
+        apart: bool = False,
+        serves: bool = False,
+        expects_servers: bool = True,
+        unheard: bool = True,
+        reads_again: bool = True,
     ) -> None:
         self.log = Log(rules, tuple(Process(f"p{r}", (r,)) for r in range(world)), world)
-        self.n, self.attach, self.apart = coordinators, attach, rules.cleared == "apart"
+        self.n, self.attach, self.apart = coordinators, attach, apart
         self.tells_first, self.clears_polls = tells_first, clears_polls
         self.expects_at_start, self.orphans = expects_at_start, orphans
         self.crashes, self.spends = crashes, spends
         self.expects_all = expects_all
+        self.serves, self.expects_servers = serves, expects_servers
+        self.unheard, self.reads_again = unheard and serves, reads_again
+        assert not serves or coordinators == 1, "a seal forgets its timers where it was appended"
 
     def first(self) -> tuple[Any, ...]:
         at = self.log.start
@@ -406,8 +454,13 @@ class PresenceScope(Scope):
         return Watch(at, True, "", tuple(holders), "00" if self.attach == "always" else "")
 
     def is_over(self, state: tuple[Any, ...]) -> bool:
-        last = self.log.last(state[0])
-        return not last.open or self._me(state[0]).gone
+        last, me = self.log.last(state[0]), self._me(state[0])
+        if self.serves and last.ended == "SEALED":
+            return me.departed is not None
+        return not last.open or me.gone
+
+    def _is_followed(self, at: int) -> bool:
+        return self.log.last(at).open or self._me(at).kept
 
     def _me(self, at: int) -> Any:
         return self.log.last(at).members[self._attempt]
@@ -444,6 +497,9 @@ class PresenceScope(Scope):
             said = after.outcome or after.decision
             must(b"rank_lost" not in said or not self._attached(s), LOST_ATTACHED)
             must(b"rank_lost" not in said or not s.answered, LOST_ANSWERED)
+        mine += [e for e in step.events if e.event == "departed"]
+        if after.ended and not before.ended:
+            s = s._replace(holders=tuple(h._replace(timer="") for h in s.holders))
         if mine:
             must(not s.answered, LOST_ANSWERED)
             must(not self._attached(s), LOST_ATTACHED)
@@ -464,7 +520,7 @@ class PresenceScope(Scope):
                 self.trying = f"report p{p}"
                 yield self.trying, self._do(s, ("report", p, p + 1, last.number, 0))
                 break
-            if last.verdict and member.applied is None:
+            if last.verdict and last.open and member.applied is None:
                 self.trying = f"built p{p}"
                 yield self.trying, self._do(s, ("applied", p, p + 1, last.number, "built"))
                 break
@@ -537,11 +593,17 @@ class PresenceScope(Scope):
             self.trying = f"answer[{c}] {h.call}"
             yield self.trying, self._answer(s, c)
         else:
-            for call in ("report", "built", "veto"):
+            for call in ("report", "built", "veto", *(("serve",) if self.serves else ())):
                 # A dead process's packets stay in flight.
-                if s.alive or call == "report":
+                if s.alive or call in ("report", "serve"):
                     self.trying = f"{call}[{c}]"
                     yield self.trying, self._call(s, c, call)
+            if self.unheard and self._may(s, "serve"):
+                self.trying = f"serve[{c}], its append unanswered"
+                now = self._do(s, self._key("serve"))
+                if self.reads_again and not self.is_over(now):
+                    now = self._expect(now, c)
+                yield self.trying, now
 
     def _suspect(self, s: Watch, connection: str) -> Watch:
         if self.attach == "always" and connection != s.logged:
@@ -557,7 +619,8 @@ class PresenceScope(Scope):
         if self.attach == "always":
             own = s.logged.startswith(str(c)) or self.expects_all
             timer = f"s:{s.logged}" if own else ""
-        return self._hold(s, c, up=True, timer=timer if self.expects_at_start else "")
+        expected = self.expects_at_start and self._is_followed(s.log)
+        return self._hold(s, c, up=True, timer=timer if expected else "")
 
     def _call(self, s: Watch, c: int, call: str) -> Watch:
         """A call is taken up. Apart: of a suspect, Cleared is appended first."""
@@ -566,8 +629,10 @@ class PresenceScope(Scope):
             if suspect:
                 must(call != "veto" or not self._settles(s), NO_IN_HAND_)
                 s = self._do(s, ("clear", self._attempt, 1))
-        elif self.log.last(s.log).verdict or call != "built":
+        elif self._may(s, call):
             s = self._do(s, self._key(call))
+            if self.expects_servers and call == "serve" and not self.is_over(s):
+                s = self._expect(s, c)
         if suspect and not self.is_over(s):
             s = self._expect(s, c)
         return self._hold(s, c, call=call)
@@ -585,7 +650,15 @@ class PresenceScope(Scope):
         after = self.log.last(self.log.step(s.log, ("clear", self._attempt, 1)).after)
         return (before.verdict, before.ended) != (after.verdict, after.ended)
 
+    def _may(self, s: Watch, call: str) -> bool:
+        last = self.log.last(s.log)
+        if call == "serve":
+            return last.ended == "SEALED"
+        return last.verdict is not None if call == "built" else last.open
+
     def _key(self, call: str) -> Key:
+        if call == "serve":
+            return ("serve", 0, self._attempt, 1)
         if call == "report":
             return ("report", 0, self._attempt, 1, 0)
         if call == "veto":
@@ -595,7 +668,7 @@ class PresenceScope(Scope):
     def _answer(self, s: Watch, c: int) -> Watch:
         """Apart, it is carried out only now. It is answered now, perhaps after a long poll."""
         call = s.holders[c].call
-        if self.apart and (self.log.last(s.log).verdict or call != "built"):
+        if self.apart and self._may(s, call):
             s = self._do(s, self._key(call))
         if not self.apart and self.clears_polls:
             suspect = bool(self._me(s.log).suspect)
@@ -607,11 +680,11 @@ class PresenceScope(Scope):
         return self._hold(s, c, call="")
 
     def livenesses(self) -> Iterable[Liveness]:
-        yield Liveness("L4 no outcome is reachable", lambda s: not self.is_over(s), self.is_over)
+        yield Liveness("L4 no end is reachable", lambda s: not self.is_over(s), self.is_over)
         inside = ("detach", "suspect", "lose", "restart", "landed:", "drop")
         yield Liveness(
             "L4 a process that died is not found lost by the coordinators alone",
-            lambda s: not s.alive and not self.is_over(s),
+            lambda s: not s.alive and not self.is_over(s) and self._is_followed(s.log),
             self.is_over,
             lambda kind: kind.startswith(inside),
         )

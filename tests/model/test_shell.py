@@ -1,22 +1,25 @@
-"""What the model found, shown on the real Service. Each is mended when its mark can go."""
+"""What the model found, shown on the real Service."""
 
 import asyncio
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from coordinator.events import EngineName, Entry
+from coordinator.logs import LogUnavailable
 from coordinator.logs.memory import MemoryLog
 from coordinator.presence import Connection
 from coordinator.service import Service, Settings
 from kvaccord import Layout, messages
 from kvaccord.canonical import digest
-from kvaccord.errors import EngineNameInUse
+from kvaccord.errors import EngineNameInUse, Refused, Unavailable
 from kvaccord.messages import Launch
 from tests.builders import a_join, a_report
 
 NAME = EngineName("default", "e")
+
 
 class SlowLog(MemoryLog):
     """Keeps an entry at once; says so, where `slow` is the kind of its first event, on release."""
@@ -24,12 +27,15 @@ class SlowLog(MemoryLog):
     def __init__(self) -> None:
         super().__init__()
         self.slow = ""
+        self.unheard = ""  # the kind of an event whose entry is kept, and the answer lost
         self.release = asyncio.Event()
 
     async def append(self, engine: EngineName, entry: Entry, *, n: int) -> None:
         await super().append(engine, entry, n=n)
         if entry.events[0].event == self.slow:
             await self.release.wait()
+        if entry.events[0].event == self.unheard:
+            raise LogUnavailable("the answer was lost")
 
 
 class Start:
@@ -49,6 +55,14 @@ class Start:
             await self.service.claim(NAME, attempt)
             self.attempts.append(attempt)
             self.sessions.append(await self.service.attach(NAME, 1, attempt))
+
+    async def seals(self, world: int) -> None:
+        await self.up(world)
+        for rank in range(world):
+            await self.reports(rank)
+        for rank in range(world):
+            await self.applies(rank)
+        assert self.service.round(NAME, 1).state == "SEALED"
 
     async def reports(self, rank: int, wait_s: float = 0.0) -> Any:
         return await self.service.report(
@@ -187,3 +201,55 @@ def test_a_serving_start_is_not_taken_over_because_a_later_round_failed():
             await start.service.close()
 
     assert asyncio.run(story()) == "in use"
+
+
+def test_who_serves_and_dies_without_a_session_is_not_whole_for_ever():
+    async def story() -> list[int]:
+        start = Start(reattach_s=0.2, lost_after_s=0.2)
+        await start.seals(1)
+        await start.session_ends(0)
+        await start.service.serve(NAME, 1, start.attempts[0])
+        await asyncio.sleep(0.8)
+        departed = start.service.round(NAME, 1).departed
+        await start.service.close()
+        return departed
+
+    assert asyncio.run(story()) == [0]
+
+
+def test_who_serves_and_is_not_answered_and_dies_is_not_whole_for_ever():
+    """The store kept the entry and its answer was lost; the process died before it repeated."""
+
+    async def story() -> list[int]:
+        start = Start(reattach_s=0.2, lost_after_s=0.2)
+        await start.seals(1)
+        await start.session_ends(0)
+        start.log.unheard = "serving"
+        with pytest.raises(Unavailable):
+            await start.service.serve(NAME, 1, start.attempts[0])
+        await start.service.seen(NAME, 1, start.attempts[0])  # any call: the log is read again
+        await asyncio.sleep(1.2)
+        departed = start.service.round(NAME, 1).departed
+        await start.service.close()
+        return departed
+
+    assert asyncio.run(story()) == [0]
+
+
+def test_a_replaced_process_does_not_serve():
+    """Its packet comes after another process took its place and departed it."""
+
+    async def story() -> bool:
+        start = Start()
+        await start.seals(2)
+        await start.session_ends(0)
+        attempt = (await start.service.join(NAME, a_join(0, layout=Layout(tp=2))))["attempt"]
+        assert (await start.service.claim(NAME, attempt))["round"] == 2
+        assert start.service.round(NAME, 1).departed == [0]
+        with suppress(Refused):
+            await start.service.serve(NAME, 1, start.attempts[0])
+        kept = start.service.round(NAME, 1).members[start.attempts[0]].kept
+        await start.service.close()
+        return kept
+
+    assert not asyncio.run(story())
