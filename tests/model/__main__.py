@@ -2,7 +2,7 @@
 
 import sys
 
-from tests.model.mistakes import MISTAKES, SCOPES, shipped, searched
+from tests.model.mistakes import MISTAKES, SCOPES, searched, shipped
 from tests.model.protocol import explore
 
 words = " ".join(sys.argv[1:])

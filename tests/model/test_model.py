@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from coordinator.engine import Engine, Member, Reservation, Round
-from tests.model.mistakes import MISTAKES, SCOPES, shipped, searched
+from tests.model.mistakes import MISTAKES, SCOPES, searched, shipped
 from tests.model.protocol import explore
 
 
