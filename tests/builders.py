@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
+
+import pytest
 
 from coordinator.commands import (
     Apply,
@@ -195,6 +198,13 @@ class Process:
 def blamed(document: Decision | Outcome) -> list[tuple[str, int | None, str | None]]:
     """Its causes as (code, rank, host), in order."""
     return [(c["code"], c.get("rank"), c.get("host")) for c in document.causes]
+
+
+def lacking(what: str) -> None:
+    """Ends a test that needs what this machine lacks: skipped at home, failed in CI."""
+    if os.environ.get("CI"):
+        pytest.fail(f"CI lacks {what}")
+    pytest.skip(f"needs {what}")
 
 
 def is_canonical(body: bytes) -> bool:

@@ -13,6 +13,7 @@ import pytest
 
 from kvaccord.errors import Invalid, NoVerdict, Unauthorized
 from kvaccord.messages import Report
+from tests.builders import lacking
 from tests.fake_coordinator import REPORT, fake_coordinator
 from worker_client import Rendezvous
 from worker_client.causes import masked, masked_inputs
@@ -197,7 +198,7 @@ def test_secrets_among_inputs_are_hidden_and_still_differ(server):
 def certificate(tmp_path_factory):
     """(certificate, key) of 127.0.0.1, signed by itself."""
     if shutil.which("openssl") is None:
-        pytest.skip("openssl makes the certificate, and is not installed")
+        lacking("openssl, which makes the certificate")
     folder = tmp_path_factory.mktemp("tls")
     made = folder / "cert.pem", folder / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]

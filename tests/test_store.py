@@ -28,6 +28,7 @@ from coordinator.events import EngineName, Entry
 from coordinator.logs import LogConflict, LogUnavailable, StoreUnreadable
 from coordinator.logs.sqlite import SqliteLog
 from coordinator.logs.sqlite_file import SCHEMA_VERSION
+from tests.builders import lacking
 from tests.test_logs import HOLDER, LLAMA, OTHER, an_entry, child, filled, read_all, run
 
 VERSION_1 = Path(__file__).parent / "stores" / "version-1.db"  # made at tag issue-a-candidate
@@ -312,9 +313,10 @@ def as_nobody() -> Iterator[None]:
         os.seteuid(0)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 @pytest.mark.parametrize(("file_mode", "folder_mode"), [(0o444, 0o777), (0o666, 0o755)])
 def test_a_file_or_folder_that_may_not_be_written_is_said(file_mode, folder_mode):
+    if os.geteuid() != 0:
+        lacking("root, which may become another user")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         path = folder / "kvaccord.db"
@@ -502,7 +504,7 @@ def test_what_waits_when_it_is_closed_is_kept_and_what_comes_later_is_refused(pa
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() != 0:
-        pytest.skip("mounts a file system")
+        lacking("root, which may mount a file system")
     disk = tmp_path / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", disk], check=True)
