@@ -151,6 +151,7 @@ class Cell:
         # By attempt: what it was last seen at, how far, and when by the clock of served seconds.
         self._moved: dict[int, tuple[str, int, float]] = {}
         self.stale = True  # the log may hold more than this
+        self.joining = 0  # joins under way: without an entry and without them nobody is here
         self._store_id = store_id
         self._changed = asyncio.Event()
         self.load(())

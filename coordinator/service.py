@@ -163,10 +163,12 @@ class Service:
         cell = self._cells.get(name)
         if cell is None:
             cell = self._cells[name] = Cell(name, self._log.store_id)
+        cell.joining += 1
         try:
             engine = await self._carry_out(cell, Reserve(join, touched))
         finally:
-            if not cell.engine.entries and not cell.lock.locked():
+            cell.joining -= 1
+            if not cell.engine.entries and not cell.joining:
                 self._cells.pop(name, None)  # refused, or not kept: nobody has joined
         attempt = find_attempt(engine, join)
         assert attempt is not None, "it has just been reserved"
@@ -417,6 +419,9 @@ class Service:
                     self._store_answers = False
                     self._do_later(self._read_again(cell))
                     raise _unavailable(error) from error
+                except asyncio.CancelledError:
+                    self._do_later(self._read_again(cell))
+                    raise
                 self._store_answers = True
                 self.append_seconds(loop.time() - began_s)
                 cell.stale = False
