@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +57,7 @@ class Presence:
         self._patience_s = patience_s
         self._doubt_s = doubt_s
         self._open: dict[Seat, Connection] = {}
+        self._of_engine: dict[EngineName, set[int]] = defaultdict(set)  # attempts, session open
         self._tasks: dict[Seat, asyncio.Task[None]] = {}
         self._ends: deque[tuple[float, str]] = deque()  # (when, host) of the last few seconds
         self._doubt_until_s = 0.0
@@ -72,7 +73,7 @@ class Presence:
 
     def watched(self, name: EngineName) -> frozenset[int]:
         """The attempts of an engine whose session is open."""
-        return frozenset(s.attempt for s in self._open if s.name == name)
+        return frozenset(self._of_engine.get(name, ()))
 
     def follows(self, seat: Seat) -> bool:
         """Whether its session or its return is being waited for."""
@@ -86,6 +87,7 @@ class Presence:
     def attach(self, seat: Seat, host: str) -> Connection:
         """A session opened. Of two for one seat the newer counts."""
         connection = self._open[seat] = Connection(seat, host)
+        self._of_engine[seat.name].add(seat.attempt)
         self._forget(seat)
         return connection
 
@@ -93,7 +95,11 @@ class Presence:
         """A session ended. One that the coordinator closed itself starts no clock."""
         if self._open.get(connection.seat) is not connection:
             return
-        del self._open[connection.seat]
+        seat = connection.seat
+        del self._open[seat]
+        self._of_engine[seat.name].discard(seat.attempt)
+        if not self._of_engine[seat.name]:
+            del self._of_engine[seat.name]
         if by_peer:
             self._count_end(connection.host)
             self._start(connection.seat, self._await_return(connection))
