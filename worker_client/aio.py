@@ -214,7 +214,7 @@ class AsyncRendezvous(Held):
         if said.mode == "observe":
             try:
                 beside = Driver(wire_of(said))
-            except Exception:
+            except Exception:  # whatever is wrong, who only observes goes on
                 return cls(Arguments("off", said.ranks, said.layout), on_stop)
             self._line, self._observer = beside, Observer(beside)
             self._observer.later(self._steps.enter())

@@ -46,7 +46,7 @@ def _innermost(fault: BaseException) -> BaseException:
 def _said(fault: BaseException) -> str:
     try:
         said = str(fault)[:SHOWN]
-    except Exception:
+    except Exception:  # a __str__ of theirs may raise anything
         said = "its message cannot be shown"
     return f"{type(fault).__name__}: {said}" if said else type(fault).__name__
 

@@ -94,7 +94,7 @@ class Rendezvous(Held):
         try:
             self._driver = driver or Driver(wire_of(said), None if observes else self._told)
         except Exception:
-            if observes:
+            if observes:  # whatever is wrong, who only observes goes on
                 return cls(Arguments("off", said.ranks, said.layout), on_stop)
             raise
         self._line = self._driver

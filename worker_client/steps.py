@@ -154,7 +154,7 @@ class Steps:
             return (yield from asked)
         try:
             fit = yield from asked
-        except Exception:
+        except Exception:  # not `finally`: a flow that is only closed must yield nothing more
             yield Detach(0.0)
             raise
         yield Detach(0.0)

@@ -101,7 +101,7 @@ class Stopper:
     def _call_back(self, callback: Callable[[Told], object], told: Told) -> None:
         try:
             callback(told)
-        except Exception:
+        except Exception:  # a callback of theirs must not end the thread that keeps us present
             log.exception("on_stop %r", callback)
 
     def _exit(self, how: Exit, sentence: str, retryable: bool) -> None:
