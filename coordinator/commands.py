@@ -34,13 +34,17 @@ class Claim:
 
 @dataclass(frozen=True)
 class Submit:
-    """A process reports. planned: the ranks that a fault rule changed, as changed."""
+    """A process reports. planned: the ranks that a fault rule changed, as changed.
+
+    spent_s: whole seconds of the report budget that were spent when it came (a finding).
+    """
 
     round: int
     attempt: int
     reports: Mapping[int, Report]
     planned: Mapping[int, Report]
     touched: tuple[Touch, ...] = ()
+    spent_s: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,13 +115,16 @@ class Clear:
 
 @dataclass(frozen=True)
 class Lose:
-    """Found: a suspect did not come back, or never opened a session, in `after_s` seconds."""
+    """Found: a suspect did not come back, or never opened a session, in `after_s` seconds.
+
+    session: what became of it. A silent one is held open by a proxy, and no beat came.
+    """
 
     round: int
     attempt: int
     connection: str
     after_s: float
-    was_open: bool = True
+    session: Literal["ended", "not opened", "silent"] = "ended"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Literal, assert_never
+from typing import Any, Literal, assert_never
 
 from pydantic import TypeAdapter
 
@@ -27,6 +27,7 @@ from coordinator.events import (
     Reserved,
     Retired,
     Serving,
+    StillReserved,
     Suspected,
     Touch,
     Touched,
@@ -79,6 +80,7 @@ class Round:
     slots: Mapping[int, int] = field(default_factory=dict)  # rank -> attempt
     sent: Mapping[int, Report] = field(default_factory=dict)  # by rank, as sent
     planned: Mapping[int, Report] = field(default_factory=dict)  # by rank, as planned
+    spent_s: Mapping[int, int] = field(default_factory=dict)  # by rank: of report_s, when it came
     took_over: str | None = None  # the launch whose name this round took over, nobody alive
     short: tuple[Finding, ...] = ()  # what one report alone makes certain
     causes: tuple[Cause, ...] = ()
@@ -169,7 +171,8 @@ class Engine:
     rounds: Mapping[int, Round] = field(default_factory=dict)
     # Runs that another run took over from, oldest first, and the last attempt given out by then.
     left_runs: Mapping[str, int] = field(default_factory=dict)
-    kept: Mapping[int, Round] = field(default_factory=dict)  # snapshots that await their floor
+    # Snapshots that await their floor, piece by piece.
+    kept: Mapping[int, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def last(self) -> Round | None:
@@ -212,44 +215,30 @@ def evolve(engine: Engine, event: Event) -> Engine:
             return replace(engine, last_attempt=last, reservations=kept)
         case Opened():
             return _opened(engine, event)
-        case Kept(round=number, snapshot=snapshot):
-            return replace(engine, kept={**engine.kept, number: _rounds.validate_python(snapshot)})
-        case Floor():
+        case Kept(round=number, snapshot=snapshot, more=more):
+            if more:
+                snapshot = laid_over(engine.kept[number], snapshot)
+            return replace(engine, kept={**engine.kept, number: snapshot})
+        case StillReserved(reservations=reservations):
+            again = RESERVATIONS.validate_python(reservations)
+            return replace(engine, reservations={**engine.reservations, **again})
+        case Floor(reservations=reservations):
+            still = dict(engine.reservations)
+            if reservations is not None:
+                still = RESERVATIONS.validate_python(reservations)
             return replace(
                 engine,
-                rounds={number: engine.kept[number] for number in event.rounds},
+                rounds={number: _round_of(engine.kept[number]) for number in event.rounds},
                 kept={},
                 last_attempt=event.last_attempt,
                 left_runs=event.left_runs,
-                reservations=_reservations.validate_python(event.reservations),
+                reservations=still,
             )
         case Claimed(round=number, attempt=attempt):
             return _claimed(engine, engine.rounds[number], attempt)
         case _:
             round_ = _in_round(engine.rounds[event.round], event)
             return replace(engine, rounds={**engine.rounds, event.round: round_})
-
-
-def compaction(engine: Engine, keep_rounds: int) -> tuple[Event, ...]:
-    """What to append, an entry each, so that everything before it can be dropped.
-
-    The latest rounds, the open one and the one in force stay; of the rest only what must never be
-    forgotten: the last attempt, the runs that were left, the reservations. () when nothing is old.
-    """
-    numbers = sorted(engine.rounds)
-    latest = set(numbers[-keep_rounds:])
-    stay = [n for n in numbers if n in latest or engine.rounds[n] is engine.in_force]
-    if len(stay) == len(numbers):
-        return ()
-    return (
-        *(Kept(round=n, snapshot=_rounds.dump_python(engine.rounds[n], mode="json")) for n in stay),
-        Floor(
-            rounds=tuple(stay),
-            last_attempt=engine.last_attempt,
-            left_runs=dict(engine.left_runs),
-            reservations=_reservations.dump_python(dict(engine.reservations), mode="json"),
-        ),
-    )
 
 
 def _opened(engine: Engine, event: Opened) -> Engine:
@@ -312,9 +301,10 @@ def _in_round(
     | Retired,
 ) -> Round:
     match event:
-        case Reported(reports=reports, planned=planned):
+        case Reported(reports=reports, planned=planned, spent_s=spent_s):
             return replace(
                 round_,
+                spent_s={**round_.spent_s, **dict.fromkeys(reports, spent_s)},
                 sent={**round_.sent, **reports},
                 planned={**round_.planned, **reports, **planned},
                 short=(*round_.short, *_certain({**reports, **planned})),
@@ -366,5 +356,32 @@ def _with_member(round_: Round, attempt: int, **changes: object) -> Round:
     return replace(round_, members={**round_.members, attempt: member})
 
 
-_rounds: TypeAdapter[Round] = TypeAdapter(Round)
-_reservations: TypeAdapter[dict[int, Reservation]] = TypeAdapter(dict[int, Reservation])
+# --- snapshots ----------------------------------------------------------------------------------
+
+ROUNDS: TypeAdapter[Round] = TypeAdapter(Round)
+RESERVATIONS: TypeAdapter[dict[int, Reservation]] = TypeAdapter(dict[int, Reservation])
+
+
+def laid_over(below: dict[str, Any], piece: dict[str, Any]) -> dict[str, Any]:
+    """Two pieces of a snapshot as one: maps and lists go on, anything else is in one of them."""
+    whole = {**below}
+    for name, value in piece.items():
+        match whole.get(name):
+            case dict(held):
+                whole[name] = {**held, **value}
+            case list(held):
+                whole[name] = [*held, *value]
+            case _:
+                whole[name] = value
+    return whole
+
+
+def snapshot_of(round_: Round) -> dict[str, Any]:
+    """A round as JSON. A report stands once, unless a fault rule changed what is planned."""
+    changed = {r: p for r, p in round_.planned.items() if p != round_.sent[r]}
+    return ROUNDS.dump_python(replace(round_, planned=changed), mode="json")  # type: ignore[no-any-return]
+
+
+def _round_of(snapshot: dict[str, Any]) -> Round:
+    round_ = ROUNDS.validate_python(snapshot)
+    return replace(round_, planned={**round_.sent, **round_.planned})

@@ -5,16 +5,21 @@ Stored events carry a version; every version since the first release can be read
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from coordinator.policy import Policy
+from kvaccord.errors import TooLarge
 from kvaccord.layout import Layout
 from kvaccord.messages import Built, Join, Launch, Rank, Report
 
 STORED_VERSION: Literal[1] = 1
+# What every store takes as one append. etcd's own limit is 1.5 MiB a request.
+MAX_ENTRY_BYTES = 2**20
 
 
 class Stored(BaseModel):
@@ -77,13 +82,17 @@ class Claimed(Stored):
 
 
 class Reported(Stored):
-    """What a process sent; `planned` has the ranks that a fault rule changed, as changed."""
+    """What a process sent; `planned` has the ranks that a fault rule changed, as changed.
+
+    spent_s: whole seconds of the report budget that were spent when it came.
+    """
 
     event: Literal["reported"] = "reported"
     round: int
     attempt: int
     reports: dict[int, Report]
     planned: dict[int, Report] = {}
+    spent_s: int = 0
 
 
 class Cause(Stored):
@@ -184,21 +193,35 @@ class Retired(Stored):
 
 
 class Kept(Stored):
-    """A snapshot of a round that stays when what is before it is dropped."""
+    """A snapshot of a round that stays when what is before it is dropped.
+
+    more: it adds to the snapshot that came before; a large round is kept in several pieces.
+    """
 
     event: Literal["kept"] = "kept"
     round: int
     snapshot: dict[str, Any]
+    more: bool = False
+
+
+class StillReserved(Stored):
+    """Attempts that were given out before what is dropped, and are not claimed yet."""
+
+    event: Literal["still_reserved"] = "still_reserved"
+    reservations: dict[str, Any]
 
 
 class Floor(Stored):
-    """The log begins here: the rounds just kept, and what must never be forgotten."""
+    """The log begins here: the rounds just kept, and what must never be forgotten.
+
+    reservations: all of them, in stores that held them here. Else they stand before it.
+    """
 
     event: Literal["floor"] = "floor"
     rounds: tuple[int, ...]
     last_attempt: int
     left_runs: dict[str, int]
-    reservations: dict[str, Any]
+    reservations: dict[str, Any] | None = None
 
 
 RoundEvent = (
@@ -216,7 +239,7 @@ RoundEvent = (
     | Departed
     | Retired
 )
-Event = Reserved | RoundEvent | Kept | Floor
+Event = Reserved | RoundEvent | Kept | StillReserved | Floor
 
 
 @dataclass(frozen=True)
@@ -236,8 +259,26 @@ class Entry(Stored):
     version: Literal[1] = STORED_VERSION
     events: tuple[Annotated[Event, Field(discriminator="event")], ...]
 
-    def to_bytes(self) -> bytes:
+    @cached_property
+    def body(self) -> bytes:
         return self.model_dump_json(exclude_none=True).encode()
+
+    def to_bytes(self) -> bytes:
+        return self.body
+
+
+def entry_of(events: Iterable[Event]) -> Entry:
+    """The entry of these events. Raises TooLarge for one that a store need not take."""
+    entry = Entry(events=tuple(events))
+    if len(entry.body) > MAX_ENTRY_BYTES:
+        raise TooLarge(
+            f"with this call the engine's log would have an entry of {len(entry.body)} bytes, and"
+            f" {MAX_ENTRY_BYTES} may be; send less of what explains the numbers (parts, inputs), or"
+            " let several processes report a part of the ranks each",
+            field="body",
+            value=f"an entry of {len(entry.body)} bytes",
+        )
+    return entry
 
 
 _entries: TypeAdapter[Entry] = TypeAdapter(Entry)

@@ -21,6 +21,9 @@ NOT_RETRYABLE = plan_rules.NOT_RETRYABLE | {"applied_differently", "cancelled"}
 LONG_CAUSES, LONG_BYTES = 16, 1024
 SHORT_CAUSES, SHORT_BYTES = 112, 120
 MESSAGE_BYTES = 400
+SHOWN_FAULTS = 16
+# Every rank is sent one, and an entry holds it beside the report that settled the round.
+MAX_DECISION_BYTES = 512 * 1024
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,8 @@ def failed(outcome: str, causes: Sequence[Cause], *, not_heard: Iterable[int]) -
     first = causes[0]
     alike = [c for c in causes if (c.code, c.text) == (first.code, first.text)]
     ranks = sorted({r for c in alike for r in c.ranks})
-    hosts = sorted({c.host for c in alike if c.host})
+    by_rank = sorted(alike, key=lambda c: c.ranks)  # so that the first host is of a rank it names
+    hosts = list(dict.fromkeys(c.host for c in by_rank if c.host))
     who = named(ranks) if ranks else "the round"
     where = f" on {', '.join(hosts[:3])}{' and more' if len(hosts) > 3 else ''}" if hosts else ""
     others = len(causes) - len(alike)
@@ -110,7 +114,31 @@ def failed(outcome: str, causes: Sequence[Cause], *, not_heard: Iterable[int]) -
     )
 
 
-def decision_document(engine: Engine, round_: Round, verdict: Verdict) -> str:
+def decision_of(engine: Engine, round_: Round, verdict: Verdict) -> tuple[Verdict, str]:
+    """The verdict and its decision, as text; FAILED where the plan is longer than one may be.
+
+    All else in a decision is bounded, so that one that FAILED is always short enough.
+    """
+    document = _decision_document(engine, round_, verdict)
+    size = len(document.encode())
+    if verdict.plan is None or size <= MAX_DECISION_BYTES:
+        return verdict, document
+    rows, shapes = len(verdict.plan["schedulers"]), len(verdict.plan["shapes"])
+    classes = {name for row in verdict.plan["schedulers"] for name in row["entries"]}
+    cause = Cause(
+        code="plan_too_large",
+        ranks=(),
+        text=f"the decision would have {size} bytes and {MAX_DECISION_BYTES} may be: the plan has"
+        f" {rows} schedulers, {shapes} different sizes of entries and {len(classes)} classes; give"
+        " the classes shorter names, declare fewer of them, or start the replicas as several"
+        " engines",
+        retryable=False,
+    )
+    verdict = replace(failed("FAILED", [cause], not_heard=()), warnings=verdict.warnings)
+    return verdict, _decision_document(engine, round_, verdict)
+
+
+def _decision_document(engine: Engine, round_: Round, verdict: Verdict) -> str:
     """The decision's canonical bytes, as text."""
     document: dict[str, Any] = {
         "engine": str(engine.name),
@@ -120,7 +148,7 @@ def decision_document(engine: Engine, round_: Round, verdict: Verdict) -> str:
         "launch": round_.launch.model_dump(),
         "layout": round_.layout.model_dump(mode="json"),
         "inputs_digest": inputs_digest(round_.layout, round_.planned, round_.groups),
-        "faults": faults(round_.touches),
+        **_shown_faults(round_.touches),
         "verdict": verdict.document(),
     }
     if verdict.plan is not None:
@@ -135,7 +163,7 @@ def outcome_document(engine: Engine, round_: Round, verdict: Verdict) -> str:
             "engine": str(engine.name),
             "round": round_.number,
             "store_id": engine.store_id,
-            "faults": faults(round_.touches),
+            **_shown_faults(round_.touches),
             "decision_digest": canonical.digest(round_.decision),
             **verdict.fields(),
         }
@@ -168,6 +196,13 @@ def faults(touches: Iterable[Touch]) -> list[dict[str, Any]]:
         {"id": rule, "kind": kind, "call": call, "ranks": sorted(touched)}
         for (rule, kind, call), touched in sorted(ranks.items())
     ]
+
+
+def _shown_faults(touches: Iterable[Touch]) -> dict[str, Any]:
+    """The first of them, and how many more there are, if any."""
+    found = faults(touches)
+    more = {"more_faults": len(found) - SHOWN_FAULTS} if len(found) > SHOWN_FAULTS else {}
+    return {"faults": found[:SHOWN_FAULTS], **more}
 
 
 def bounded(causes: Sequence[Cause]) -> tuple[list[dict[str, Any]], int]:

@@ -2,7 +2,8 @@
 
     .venv/bin/python -m examples.make_decisions
 
-A test compares them with what the rules give today. Each is one small start of two ranks.
+A test compares them with what the rules give today. Each is one small start of two ranks, but for
+the one whose plan is too large.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from coordinator.commands import Cancel, Claim, Sign, Spend
 from coordinator.policy import Policy
-from coordinator.round import Cancel, Claim, Sign, Spend
 from kvaccord import Layout, page, state
 from kvaccord.decision import Decision, Outcome
 from tests.builders import Log, a_join, a_launch, a_report
@@ -77,6 +78,16 @@ def too_wide(log: Log) -> None:
         process.reports(pages)
 
 
+def too_large(log: Log) -> None:
+    """Replicas by the hundred, each with other entries and classes of the longest names."""
+    replicas = log.start(120, layout=Layout(dp=120))
+    for rank, process in enumerate(replicas):
+        classes = [state(f"{'s' * 60}{n}", 1000 + rank, entries_per_req=1) for n in range(31)]
+        process.reports(
+            a_report(90_000, classes=[page("kv", 1000 + rank), *classes], max_num_seqs=2)
+        )
+
+
 EITHER: dict[str, Callable[[Log, Any], object]] = {
     "rank_left": lambda _, process: process.leaves("scaled down"),
     "rank_lost": is_lost,
@@ -101,6 +112,7 @@ FAILED: dict[str, Story] = {
     ),
     "ranks_missing": lambda log: (log.claimed(0, layout=a_pair()), log.spends("gather")),
     "spread_too_wide": too_wide,
+    "plan_too_large": too_large,
     "rank_stuck": lambda log: (log.start(2)[0].reports(90), is_stuck("report")(log, None)),
     **{code: after(passed=False, then=then) for code, then in EITHER.items()},
 }

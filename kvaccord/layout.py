@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, StringConstraints, model_validator
+from pydantic import Field, Strict, StringConstraints, model_validator
 
-from kvaccord.faulty import impossible
+from kvaccord.faulty import Message, impossible
 
 MAX_WORLD = 1024
 
@@ -24,14 +24,12 @@ class Coordinates(NamedTuple):
     tp: int
 
 
-class Groups(BaseModel):
+class Groups(Message):
     """The groups of one rank by name, where they are no grid; the layout then numbers the ranks.
 
     A budget group lies within one scheduler group.
     Source: SGLang `dp_attention.py`: attention DP lies inside TP, which lies inside PP.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     budget: GroupName
     scheduler: GroupName
@@ -54,15 +52,13 @@ class SchedulerGroup:
     budget_groups: tuple[BudgetGroup, ...]
 
 
-class Layout(BaseModel):
+class Layout(Message):
     """Sizes of the axes. Rank = ((dp * PP + pp) * PCP + pcp) * TP + tp: tp varies fastest.
 
     equal_over=("dp",) makes the entry counts equal over all data-parallel replicas.
     Source: vLLM `parallel_state.initialize_model_parallel`, which reshapes
     arange(world) to (DP, PP, PCP, TP).
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     dp: Axis = 1
     pp: Axis = 1

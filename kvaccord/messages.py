@@ -8,9 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     Strict,
     StringConstraints,
@@ -18,7 +16,7 @@ from pydantic import (
 )
 
 from kvaccord.canonical import INT_LIMIT
-from kvaccord.faulty import impossible
+from kvaccord.faulty import Message, impossible
 from kvaccord.layout import MAX_WORLD, Groups, Layout
 
 PROTOCOL = 1
@@ -98,12 +96,6 @@ def _trace(text: object) -> object:
 
 CauseText = Annotated[str, BeforeValidator(_cause_text)]
 Trace = Annotated[str, BeforeValidator(_trace)]
-
-
-class Message(BaseModel):
-    """Unknown fields are refused: a misspelt limit must not be silently ignored."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class CacheClass(Message):

@@ -18,6 +18,8 @@ from kvaccord.room import Reports, available_bytes, needs, page_count, size
 IMBALANCED_OVER = Fraction(5, 100)  # spread, as a share of the roomiest rank's value
 LOW_USE_BELOW = Fraction(1, 2)  # budget as a share of free, or an entry's real bytes of its stated
 MOVED_OVER = Fraction(1, 100)  # of the memory that was free when the process began
+# After the median, as seconds of the report budget and as a share of what the median took.
+SLOW_OVER_S, SLOW_OVER = 60, Fraction(1, 10)
 # One decision stays readable however many groups there are.
 SHOWN_GROUPS, TEXT_BYTES = 8, 512
 
@@ -113,6 +115,33 @@ def warnings(reports: Reports, apart: Iterable[Spread]) -> tuple[Notice, ...]:
         *_local_counts(reports),
     ]
     return tuple(Notice(w.code, w.ranks, cut(w.text, TEXT_BYTES)) for w in found)
+
+
+def slow_ranks(spent_s: Mapping[int, int], hosts: Mapping[int, str]) -> tuple[Notice, ...]:
+    """Ranks that reported long after most; spent_s: of the report budget, seconds, when each did.
+
+    Whoever reported while others had yet to join spent nothing of it.
+    """
+    # Of two the lesser: the usual time is that of whoever was not late.
+    usual_s = sorted(spent_s.values())[(len(spent_s) - 1) // 2] if spent_s else 0
+    behind_s = {r: s - usual_s for r, s in spent_s.items()}
+    slow = [
+        r
+        for r in sorted(behind_s)
+        if behind_s[r] > SLOW_OVER_S and behind_s[r] > usual_s * SLOW_OVER
+    ]
+    if not slow:
+        return ()
+    last = max(slow, key=lambda r: (behind_s[r], -r))
+    others = [r for r in slow if r != last]
+    where = f" on {hosts[last]}" if last in hosts else ""
+    more = f"; {named(others)} did so late too" if others else ""
+    text = (
+        f"rank {last}{where} reported {behind_s[last]} s after the median of its peers, which took"
+        f" {usual_s} s; all others waited for it: see how it reads its weights, and its clocks and"
+        f" temperature{more}"
+    )
+    return (Notice("slow_rank", tuple(slow), cut(text, TEXT_BYTES)),)
 
 
 def _imbalanced(apart: Sequence[Spread]) -> Iterable[Notice]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.commands import Cancel, Retire, Sign, Spend
+from coordinator.commands import Cancel, Retire, Serve, Sign, Spend
 from kvaccord import Layout
-from kvaccord.errors import Conflict
-from tests.builders import Log
+from kvaccord.errors import Conflict, EngineNameInUse
+from tests.builders import Log, a_join, a_launch
 
 
 @pytest.fixture
@@ -115,6 +115,22 @@ def test_a_retired_round_is_in_force_no_more(log):
     log.do(Retire(1, "moved away"))
     assert log.engine.in_force is None
     assert log.do(Retire(1, "again")) == ()
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_the_living_members_of_a_retired_round_hold_the_name_until_they_go(log, serves):
+    first, second = log.sealed(90, 70)
+    if serves:
+        log.do(Serve(1, first.attempt))
+    log.do(Retire(1, "moved away"))
+    other = log.joined(a_join(0, layout=Layout(tp=2), launch=a_launch("run-2")))
+    with pytest.raises(EngineNameInUse, match="host-0"):
+        other.claims(watched=[first])
+    if serves:
+        first.leaves("scaled down")
+    other.claims()
+    assert other.round.number == 2
+    assert second.round.retired == "moved away"
 
 
 def test_only_a_sealed_round_is_retired(log):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from tests.model.protocol import Edit, Found, Process, Rules, Scope, explore
@@ -53,15 +54,17 @@ class Mistake(NamedTuple):
     note: str = ""
 
 
-def rule(function: str, old: str, new: str) -> Edit:
-    return Edit("round.py", function, old, new)
+# An edit of one file of the rules: function, old, new.
+state = partial(Edit, "engine.py")
+judging = partial(Edit, "verdict.py")
+deciding = partial(Edit, "round.py")
+members, joining, claiming, calls, orders, findings, settling = (
+    partial(Edit, f"rules/{file}.py")
+    for file in ("members", "joining", "claiming", "calls", "orders", "findings", "settling")
+)
 
 
-def state(function: str, old: str, new: str) -> Edit:
-    return Edit("engine.py", function, old, new)
-
-
-APART = (rule("decide", "back = _back(engine, command)", "back = ()"),)
+APART = (deciding("decide", "back = _back(engine, command)", "back = ()"),)
 
 MISTAKES: dict[str, Mistake] = {
     # S1, S2: one decision, and it stays
@@ -76,32 +79,33 @@ MISTAKES: dict[str, Mistake] = {
     "a budget's end after the round ended": Mistake(
         "S2",
         "round of 3",
-        (rule("_on_spend", "round_ is None or not round_.open", "round_ is None"),),
+        (findings("on_spend", "round_ is None or not round_.open", "round_ is None"),),
     ),
     "cancelled after the end": Mistake(
-        "S2", "round of 3", (rule("_on_cancel", "if not round_.open:", "if False:"),)
+        "S2", "round of 3", (orders("on_cancel", "if not round_.open:", "if False:"),)
     ),
     "an abort rewrites the verdict": Mistake(
-        "S1", "round of 3", (rule("_end", "if round_.verdict is None", "if True"),)
+        "S1", "round of 3", (settling("end_round", "if round_.verdict is None", "if True"),)
     ),
     # S3: what PASSED means
     "passed over a veto": Mistake(
-        "S3", "round of 3", (rule("settle", "round_.causes or round_.suspects", "round_.suspects"),)
+        "S3",
+        "round of 3",
+        (settling("settle", "round_.causes or round_.suspects", "round_.suspects"),),
     ),
     "passed while a suspect's loss is on its way": Mistake(
-        "S3", "round of 3", (rule("settle", "or round_.suspects ", ""),)
+        "S3", "round of 3", (settling("settle", "or round_.suspects ", ""),)
     ),
     "passed over unequal inputs": Mistake(
         "S3",
         "round of 3, unequal",
-        (Edit("verdict.py", "judge_reports", "if planned.findings:", "if False:"),),
+        (judging("judge_reports", "if planned.findings:", "if False:"),),
     ),
     "planned over one report": Mistake(
         "S3",
         "round of 3",
         (
-            Edit(
-                "verdict.py",
+            judging(
                 "judge_reports",
                 "plan(layout, reports,",
                 "plan(layout, dict.fromkeys(reports, reports[2]),",
@@ -118,12 +122,12 @@ MISTAKES: dict[str, Mistake] = {
         "launch: restarts",
         (
             state("fits_in", "and round_.slots.keys().isdisjoint(join.ranks)", ""),
-            rule(
+            claiming(
                 "_claim_of_this_launch",
                 "taken and all((m.gone or m.suspect for m in taken))",
                 "False",
             ),
-            rule("_claim_of_this_launch", "if taken:", "if False:"),
+            claiming("_claim_of_this_launch", "if taken:", "if False:"),
         ),
     ),
     # S4: nobody is blamed whose word was acknowledged
@@ -131,7 +135,7 @@ MISTAKES: dict[str, Mistake] = {
         "S4",
         "round of 3",
         (
-            rule(
+            findings(
                 "_time_ran_out",
                 "waited_for, policy = (round_.waiting_for,",
                 "waited_for, policy = (list(range(round_.layout.world_size)),",
@@ -139,26 +143,26 @@ MISTAKES: dict[str, Mistake] = {
         ),
     ),
     "who has reported is called stuck": Mistake(
-        "S4", "round of 3", (rule("_on_spend", " and r in round_.waiting_for", ""),)
+        "S4", "round of 3", (findings("on_spend", " and r in round_.waiting_for", ""),)
     ),
     "a soft end blames who moves": Mistake(
-        "RULE11", "round of 3", (rule("_on_spend", "if s.stuck and r in", "if r in"),)
+        "RULE11", "round of 3", (findings("on_spend", "if s.stuck and r in", "if r in"),)
     ),
     "a budget that does not run ends the round": Mistake(
-        "RULE3", "round of 3", (rule("_on_spend", "command.what != round_.phase or ", ""),)
+        "RULE3", "round of 3", (findings("on_spend", "command.what != round_.phase or ", ""),)
     ),
     "a shortfall cuts the grace of another cause": Mistake(
         "RULE3",
         "round of 2, short",
-        (rule("_on_spend", "if short and (not round_.causes)", "if short"),),
+        (findings("on_spend", "if short and (not round_.causes)", "if short"),),
     ),
     "a spent budget drops the shortfall": Mistake(
-        "RULE8", "round of 2, short", (rule("_on_spend", "*causes, *short", "*causes"),)
+        "RULE8", "round of 2, short", (findings("on_spend", "*causes, *short", "*causes"),)
     ),
     "passed over a shortfall": Mistake(
         "S3",
         "round of 2, short",
-        (Edit("verdict.py", "judge_reports", "if planned.findings:", "if False:"),),
+        (judging("judge_reports", "if planned.findings:", "if False:"),),
     ),
     # S5: nothing of what is past has any effect
     "no fence between attempts": Mistake(
@@ -171,8 +175,8 @@ MISTAKES: dict[str, Mistake] = {
         "S5",
         "launch: restarts",
         (
-            rule("member_of", "_round(engine, number)", "engine.last"),
-            rule(
+            members("member_of", "find_round(engine, number)", "engine.last"),
+            members(
                 "member_of",
                 "round_.members.get(attempt)",
                 "(engine.round_of(attempt) or round_).members.get(attempt)",
@@ -183,42 +187,42 @@ MISTAKES: dict[str, Mistake] = {
         "S5",
         "launch: restarts",
         (
-            rule(
-                "_on_claim",
+            claiming(
+                "on_claim",
                 "join.launch.run == last.launch.run and join.launch.restart == last.launch.restart",
                 "join.launch.run == last.launch.run",
             ),
         ),
     ),
     "no fence between launches": Mistake(
-        "S5", "launch: restarts", (rule("_fence", "if old:", "if False:"),)
+        "S5", "launch: restarts", (claiming("_fence", "if old:", "if False:"),)
     ),
     "a run that was left comes back": Mistake(
         "S5",
         "launch: all",
-        (rule("_fence", "old = attempt <= left_at or not came_back", "old = False"),),
+        (claiming("_fence", "old = attempt <= left_at or not came_back", "old = False"),),
     ),
     "another run takes over from the living": Mistake(
         "RULE7",
         "launch: another run",
-        (rule("_on_claim", "alive and (not same_run)", "False and (not same_run)"),),
+        (claiming("on_claim", "alive and (not same_run)", "False and (not same_run)"),),
     ),
     "who serves is not alive without a session": Mistake(
         "RULE7",
         "launch: served",
         (
-            rule(
+            claiming(
                 "_alive", "m.kept and (not m.suspect) and (m.departed is None)", "False and m.kept"
             ),
         ),
     ),
     "who is suspect after the seal is alive": Mistake(
-        "RULE7", "launch: served", (rule("_alive", "m.kept and (not m.suspect)", "m.kept"),)
+        "RULE7", "launch: served", (claiming("_alive", "m.kept and (not m.suspect)", "m.kept"),)
     ),
     "only the last round has living members": Mistake(
         "RULE7",
         "launch: served",
-        (rule("_on_claim", "engine.in_force and engine.in_force is not last", "False"),),
+        (claiming("on_claim", "engine.in_force and engine.in_force is not last", "False"),),
     ),
     "a claim lapses what another run has reserved": Mistake(
         "RULE7",
@@ -234,7 +238,7 @@ MISTAKES: dict[str, Mistake] = {
     "who was replaced after the seal stands": Mistake(
         "RULE7",
         "launch: served",
-        (rule("_claim_of_this_launch", "return (*left, *_open", "return (*(), *_open"),),
+        (claiming("_claim_of_this_launch", "return (*left, *_open", "return (*(), *_open"),),
     ),
     "a late member is seated in the round that has ended": Mistake(
         "S5", "launch: restarts", (state("_claimed", "round_.open and ", ""),)
@@ -242,17 +246,17 @@ MISTAKES: dict[str, Mistake] = {
     "every newcomer is a late member": Mistake(
         "RULE7",
         "launch: chain",
-        (rule("_claim_of_this_launch", " and (not _was_here(last, join))", ""),),
+        (claiming("_claim_of_this_launch", " and (not _was_here(last, join))", ""),),
     ),
     "a newcomer replaces a living holder": Mistake(
         "RULE7",
         "launch: terms",
-        (rule("_claim_of_this_launch", "all((m.gone", "any((True or m.gone"),),
+        (claiming("_claim_of_this_launch", "all((m.gone", "any((True or m.gone"),),
     ),
     "a sealed round does not stand": Mistake(
         "RULE7",
         "launch: all",
-        (rule("_claim_of_this_launch", "last.ended == 'SEALED' and", "False and"),),
+        (claiming("_claim_of_this_launch", "last.ended == 'SEALED' and", "False and"),),
     ),
     "other terms are let in": Mistake(
         "S5",
@@ -262,16 +266,16 @@ MISTAKES: dict[str, Mistake] = {
     "a finding about a round that has ended is kept": Mistake(
         "S5",
         "launch: restarts",
-        (rule("is_followed", "return round_.open or", "return True or"),),
+        (members("is_followed", "return round_.open or", "return True or"),),
     ),
     "a suspect of a round that has ended is cleared": Mistake(
-        "S5", "round of 3", (rule("_back", " or (not is_followed(round_, member))", ""),)
+        "S5", "round of 3", (deciding("_back", " or (not is_followed(round_, member))", ""),)
     ),
     "a session is followed that no server holds": Mistake(
         "S5",
         "round of 3",
         (
-            rule(
+            members(
                 "is_followed",
                 "round_.ended == 'SEALED' and member.kept",
                 "round_.ended == 'SEALED'",
@@ -279,66 +283,68 @@ MISTAKES: dict[str, Mistake] = {
         ),
     ),
     "who has departed is followed": Mistake(
-        "S5", "round of 3", (rule("is_followed", " or member.departed is not None", ""),)
+        "S5", "round of 3", (members("is_followed", " or member.departed is not None", ""),)
     ),
     "who has not been sealed serves": Mistake(
-        "S5", "round of 3", (rule("_on_serve", "round_.ended != 'SEALED' or ", ""),)
+        "S5", "round of 3", (calls("on_serve", "round_.ended != 'SEALED' or ", ""),)
     ),
     "who was replaced says that it serves": Mistake(
         "S5",
         "launch: served",
-        (rule("_on_serve", "_replaced(engine, round_, member)", "False"),),
+        (calls("on_serve", "_replaced(engine, round_, member)", "False"),),
     ),
     "an open round is retired": Mistake(
-        "S5", "round of 3", (rule("_on_retire", "round_.ended != 'SEALED'", "False"),)
+        "S5", "round of 3", (orders("on_retire", "round_.ended != 'SEALED'", "False"),)
     ),
     "a departure from a round of the past": Mistake(
         "S5",
         "launch: served",
-        (rule("_on_leave", "round_ in (engine.in_force, engine.last) and ", ""),),
+        (calls("on_leave", "round_ in (engine.in_force, engine.last) and ", ""),),
     ),
     "a departure of another round": Mistake(
         "TOTAL",
         "launch: sealed twice",
         (
-            rule("_on_leave", "round_ in (engine.in_force, engine.last) and ", ""),
-            rule("_on_leave", "_departures(round_, ", "_departures(engine.last, "),
+            calls("on_leave", "round_ in (engine.in_force, engine.last) and ", ""),
+            calls("on_leave", "departures(round_, ", "departures(engine.last, "),
         ),
     ),
     "a process without a seat reports": Mistake(
-        "S5", "launch: terms", (rule("_on_submit", " or (not member.seated)", ""),)
+        "S5", "launch: terms", (calls("on_submit", " or (not member.seated)", ""),)
     ),
     # S6: numbers never go back
     "attempts are counted by what is kept": Mistake(
         "S6",
         "launch: restarts",
-        (rule("_on_reserve", "engine.last_attempt + 1", "len(engine.reservations) + 1"),),
+        (joining("on_reserve", "engine.last_attempt + 1", "len(engine.reservations) + 1"),),
     ),
     "a round number is used again": Mistake(
-        "S1", "launch: restarts", (rule("_open", "engine.last.number + 1", "engine.last.number"),)
+        "S1",
+        "launch: restarts",
+        (claiming("_open", "engine.last.number + 1", "engine.last.number"),),
     ),
     "a floor forgets the round in force": Mistake(
         "S6",
         "launch: restarts",
-        (state("compaction", " or engine.rounds[n] is engine.in_force", ""),),
+        (Edit("compaction.py", "compaction", " or engine.rounds[n] is engine.in_force", ""),),
     ),
     "a floor forgets what is reserved": Mistake(
         "S6",
         "launch: restarts",
-        (state("evolve", "reservations=_reserv", "reservations={} and _reserv"),),
+        (state("evolve", "still = dict(engine.reservations)", "still = {}"),),
     ),
     # S7: what SEALED means
     "sealed without comparing the digest": Mistake(
         "S7",
         "round of 3",
-        (rule("_on_apply", "said.digest != digest(round_.decision)", "False"),),
+        (calls("on_apply", "said.digest != digest(round_.decision)", "False"),),
     ),
     "sealed without comparing what was built": Mistake(
         "S7",
         "round of 3",
         (
-            rule(
-                "_on_apply",
+            calls(
+                "on_apply",
                 "(wrong := _built_otherwise(round_, member, said.built))",
                 "(wrong := None)",
             ),
@@ -357,7 +363,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # S12 and presence
     "lost without comparing the session": Mistake(
-        "S12", "round of 3", (rule("_on_presence", "member.suspect != connection", "False"),)
+        "S12", "round of 3", (findings("on_presence", "member.suspect != connection", "False"),)
     ),
     "a return is answered before Cleared is appended": Mistake(
         "S12",
@@ -400,8 +406,8 @@ MISTAKES: dict[str, Mistake] = {
         "L4",
         "round of 3",
         (
-            rule(
-                "_on_spend",
+            findings(
+                "on_spend",
                 "if round_.causes else ()",
                 "if round_.causes and (not round_.verdict) else ()",
             ),
@@ -411,20 +417,26 @@ MISTAKES: dict[str, Mistake] = {
         "L3",
         "round of 3",
         (
-            rule(
-                "_on_presence", "return settle(engine, round_.number, cleared)", "return (cleared,)"
+            findings(
+                "on_presence", "return settle(engine, round_.number, cleared)", "return (cleared,)"
             ),
         ),
     ),
     "a return by a call that says nothing new settles nothing": Mistake(
         "L3",
         "round of 3",
-        (rule("decide", "return settle(engine, back[0].round, seen=back)", "return back"),),
+        (deciding("decide", "return settle(engine, back[0].round, seen=back)", "return back"),),
     ),
     "the grace drops the first cause": Mistake(
         "RULE8",
         "round of 3",
-        (rule("_end", "(*round_.causes, *more)", "(*round_.causes[1:], *more) or round_.causes"),),
+        (
+            settling(
+                "end_round",
+                "(*round_.causes, *more)",
+                "(*round_.causes[1:], *more) or round_.causes",
+            ),
+        ),
     ),
 }
 

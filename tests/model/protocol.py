@@ -1,10 +1,10 @@
 """The protocol as a model: every order of messages, crashes and findings, within small scopes.
 
 The log's transitions are those of the SHIPPED rules: `decide` and `evolve` are loaded from
-coordinator/round.py and coordinator/engine.py (with a planted mistake, if one is asked for) and
-every step of the search runs them. What the model adds is the world around the log: messages that
-are lost, repeated, delayed for ever or reordered, processes that die and are started again,
-coordinators that decide on old snapshots, crash and forget, sessions and timers.
+coordinator/round.py, coordinator/rules/ and coordinator/engine.py (with a planted mistake, if one
+is asked for) and every step of the search runs them. What the model adds is the world around the
+log: messages that are lost, repeated, delayed for ever or reordered, processes that die and are
+started again, coordinators that decide on old snapshots, crash and forget, sessions and timers.
 
 README.md says what each scope holds and what it leaves out.
 """
@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import coordinator.compaction
 import coordinator.engine
 import coordinator.round
 from coordinator import commands
@@ -33,6 +34,15 @@ from kvaccord.errors import Problem
 from kvaccord.messages import Join, Launch
 
 ROOT = Path(__file__).parents[2]
+# The rules, each after those that it imports.
+FILES = (
+    "engine.py",
+    "compaction.py",
+    "verdict.py",
+    *(f"rules/{name}.py" for name in ("settling", "members", "joining")),
+    *(f"rules/{name}.py" for name in ("claiming", "calls", "orders", "findings")),
+    "round.py",
+)
 OTHER_DIGEST = "sha256:" + "0" * 64
 ENTRY_BYTES = 10
 
@@ -75,12 +85,16 @@ class Rules:
     def __init__(self, edits: Sequence[Edit] = ()) -> None:
         engine: ModuleType = coordinator.engine
         rules: ModuleType = coordinator.round
+        kept: ModuleType = coordinator.compaction
         if edits:
-            engine = _edited("engine.py", edits, {})
-            others = {"coordinator.engine": engine}
-            others["coordinator.verdict"] = _edited("verdict.py", edits, others)
-            rules = _edited("round.py", edits, others)
-        self.engine, self.round = engine, rules
+            assert {edit.file for edit in edits} <= {*FILES}, "an edit of a file that is not loaded"
+            edited: dict[str, ModuleType] = {}
+            for file in FILES:
+                module = _edited(file, edits, edited)
+                edited[module.__name__] = module
+            engine, rules = edited["coordinator.engine"], edited["coordinator.round"]
+            kept = edited["coordinator.compaction"]
+        self.engine, self.round, self.compaction = engine, rules, kept.compaction
 
     def empty(self) -> Any:
         return self.engine.Engine(EngineName("default", "llama"), "store-1")
@@ -110,7 +124,7 @@ def _edited(file: str, edits: Sequence[Edit], instead: dict[str, ModuleType]) ->
         if text.count(edit.old) != 1:
             raise Moved(f"{file} {edit.function}: {text.count(edit.old)} times {edit.old!r}")
         body[index] = ast.parse(text.replace(edit.old, edit.new)).body[0]
-    module = ModuleType(f"coordinator.{file.removesuffix('.py')}")
+    module = ModuleType(f"coordinator.{file.removesuffix('.py').replace('/', '.')}")
     module.__file__ = str(path)
     # Its own types are looked up by its name: a snapshot must be one of the edited rounds.
     instead = {**instead, module.__name__: module}
@@ -513,7 +527,7 @@ def check_floor(rules: Rules, engine: Any) -> None:
     if len(engine.rounds) < 2 or not is_checked("S6"):
         return
     now = engine
-    for event in rules.engine.compaction(engine, 1):
+    for event in rules.compaction(engine, 1):
         now = rules.engine.evolve(now, event)
     must(now.last == engine.last, "S6 a floor forgets the last round")
     must(now.in_force == engine.in_force, "S6 a floor forgets the round in force")

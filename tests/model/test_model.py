@@ -1,12 +1,13 @@
 """The rules hold in every scope, and every planted mistake is found by the property it breaks."""
 
+import ast
 import dataclasses
 
 import pytest
 
 from coordinator.engine import Engine, Member, Reservation, Round
 from tests.model.mistakes import MISTAKES, SCOPES, searched, shipped
-from tests.model.protocol import explore
+from tests.model.protocol import FILES, ROOT, explore
 
 
 @pytest.mark.parametrize("name", SCOPES)
@@ -37,8 +38,8 @@ def test_every_property_has_its_mistake():
         (Member, "attempt join seated suspect gone applied kept departed"),
         (
             Round,
-            "number launch layout mode policy members slots sent planned took_over short causes"
-            " traces touches verdict decision ended outcome retired",
+            "number launch layout mode policy members slots sent planned spent_s took_over short"
+            " causes traces touches verdict decision ended outcome retired",
         ),
     ],
 )
@@ -48,3 +49,14 @@ def test_the_model_has_decided_about_every_field(kind, known):
     Put a new one there, or see that no scope changes it; then name it here.
     """
     assert {f.name for f in dataclasses.fields(kind)} <= set(known.split())
+
+
+def test_every_file_of_the_rules_is_loaded_after_those_that_it_imports():
+    """Else an edit would not reach who imports it; it also shows that no two import each other."""
+    rooms = {f"coordinator.{f.removesuffix('.py').replace('/', '.')}": f for f in FILES}
+    rules = {f"rules/{path.name}" for path in (ROOT / "coordinator/rules").glob("[!_]*.py")}
+    assert rules <= {*FILES}
+    for place, file in enumerate(FILES):
+        tree = ast.parse((ROOT / "coordinator" / file).read_text())
+        imported = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        assert {rooms[m] for m in imported if m in rooms} <= {*FILES[:place]}, file

@@ -1,0 +1,1 @@
+"""The rules, a file for each kind of command; coordinator/round.py says which is asked."""
