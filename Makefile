@@ -24,6 +24,7 @@ test: .venv/.dev
 	.venv/bin/pytest
 
 nightly: test
+	.venv/bin/pytest -m nightly
 
 check-deploy:
 	docker compose config -q

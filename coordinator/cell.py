@@ -30,12 +30,19 @@ from coordinator.events import (
     Reserved,
     Retired,
     Serving,
+    StillReserved,
     Suspected,
     Touched,
 )
 from kvaccord.messages import Phase
 
 TICK_S = 1.0
+# Facts of one moment are told together: in a start of n ranks n streams are each told some 3 n.
+FACTS_S = 0.05
+
+# entry: whatever was appended, at once. fact: the same, within FACTS_S. document: a decision, an
+# outcome, or that there will be none here; these come at once to all.
+News = Literal["entry", "fact", "document"]
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,10 @@ class Clock:
     def spent(self, round_: Round) -> tuple[BudgetPhase | None, float]:
         """The running budget and how much of it is spent."""
         return round_.phase, self._spent(round_)
+
+    def report_spent_s(self, round_: Round | None) -> int:
+        """Whole seconds of the report budget that are spent; 0 where it does not run yet."""
+        return int(self._spent(round_)) if round_ and round_.phase == "report" else 0
 
     def left_s(self, round_: Round) -> float:
         """What is left to the budget's hard end, 0 when the round has ended. Changes nothing."""
@@ -153,7 +164,8 @@ class Cell:
         self.stale = True  # the log may hold more than this
         self.joining = 0  # joins under way: without an entry and without them nobody is here
         self._store_id = store_id
-        self._changed = asyncio.Event()
+        self._news: dict[News, asyncio.Event] = {}  # what is waited for
+        self._telling: asyncio.TimerHandle | None = None
         self.load(())
 
     def load(self, entries: Iterable[Entry], first: int = 0) -> None:
@@ -171,7 +183,7 @@ class Cell:
             self._follow(event)
             if isinstance(event, Floor):
                 self._keep_facts(number)
-            if not isinstance(event, Reserved | Kept | Floor):
+            if not isinstance(event, Reserved | Kept | StillReserved | Floor):
                 self.facts[event.round].append(_fact(self.engine, number, index, event))
 
     def _keep_facts(self, entry: int) -> None:
@@ -209,16 +221,28 @@ class Cell:
             case Opened():
                 self._moved.clear()
 
-    def wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+    def wake(self, *, at_once: bool = True) -> None:
+        """There is news. What waits for entries hears of it now, the others now or together."""
+        self._tell("entry")
+        if at_once:
+            self._tell("fact")
+            self._tell("document")
+        elif self._telling is None:
+            self._telling = asyncio.get_running_loop().call_later(FACTS_S, self._tell, "fact")
 
-    async def change(self, timeout_s: float) -> None:
+    def _tell(self, what: News) -> None:
+        if what == "fact" and self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+        if news := self._news.pop(what, None):
+            news.set()
+
+    async def change(self, timeout_s: float, of: News = "entry") -> None:
         """Wait for news, at most `timeout_s` seconds."""
-        changed = self._changed
+        news = self._news.setdefault(of, asyncio.Event())
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await changed.wait()
+                await news.wait()
 
 
 def _fact(engine: Engine, entry: int, index: int, event: Event) -> Fact:
@@ -232,7 +256,7 @@ def _fact(engine: Engine, entry: int, index: int, event: Event) -> Fact:
 
 
 def _fields(engine: Engine, event: Event) -> dict[str, Any]:
-    assert not isinstance(event, Reserved | Kept | Floor), "they belong to no round"
+    assert not isinstance(event, Reserved | Kept | StillReserved | Floor), "they belong to no round"
     fields: dict[str, Any] = {"round": event.round, "event": event.event}
     match event:
         case Opened(launch=launch, layout=layout):

@@ -30,19 +30,26 @@ from coordinator.commands import (
     Submit,
     Veto,
 )
-from coordinator.engine import Engine, Round, compaction
-from coordinator.events import Cleared, Decided, Ended, EngineName, Entry, Serving, Touch
-from coordinator.logs import EngineLog, LogConflict, LogUnavailable, StoreUnreadable
+from coordinator.compaction import compaction
+from coordinator.engine import Engine, Round
+from coordinator.events import (
+    Cleared,
+    Decided,
+    Ended,
+    EngineName,
+    Entry,
+    Opened,
+    Serving,
+    Touch,
+    entry_of,
+)
+from coordinator.logs import Elapsed, EngineLog, LogConflict, LogUnavailable, StoreUnreadable
 from coordinator.policies import Policies
 from coordinator.presence import Connection, Presence, Seat
-from coordinator.round import (
-    check_reports,
-    decide,
-    find_attempt,
-    is_followed,
-    member_of,
-    refuse_if_taken_over,
-)
+from coordinator.round import decide
+from coordinator.rules.calls import check_reports
+from coordinator.rules.joining import find_attempt
+from coordinator.rules.members import is_followed, member_of, refuse_if_taken_over
 from kvaccord import messages
 from kvaccord.errors import NotFound, Refused, StoreReplaced, Superseded, Unauthorized, Unavailable
 from kvaccord.messages import PROTOCOL, Join, Report
@@ -60,12 +67,20 @@ class Settings:
     policies: Policies = field(default_factory=Policies)
     reattach_s: float = 1.0
     lost_after_s: float = 30.0
+    silent_after_s: float = 25.0  # a proxied session without a beat, which is due every 10 s
+    proxied_lost_after_s: float = 120.0
 
     def __post_init__(self) -> None:
         if self.lost_after_s < self.reattach_s:
             raise ValueError(
                 f"lost_after_s {self.lost_after_s:g} is below reattach_s {self.reattach_s:g}: after"
                 " the verdict a process may stay away for at least as long as before; raise it"
+            )
+        if self.proxied_lost_after_s < max(self.lost_after_s, 2 * self.silent_after_s):
+            raise ValueError(
+                f"proxied_lost_after_s {self.proxied_lost_after_s:g} is below lost_after_s"
+                f" {self.lost_after_s:g} or twice the {self.silent_after_s:g} s that make a session"
+                " without beats suspect: behind a proxy less is known, not sooner; raise it"
             )
 
 
@@ -78,7 +93,13 @@ class Service:
 
     def __init__(self, log_: EngineLog, settings: Settings | None = None) -> None:
         self.settings = settings or Settings()
-        self.presence = Presence(self._find, self._patience_s, self.settings.lost_after_s)
+        self.presence = Presence(
+            self._find,
+            self._patience_s,
+            self.settings.lost_after_s,
+            silent_after_s=self.settings.silent_after_s,
+            lost_after_s=self.settings.proxied_lost_after_s,
+        )
         self.policies = self.settings.policies  # replaced as a whole when the file is read again
         self.stopping = False
         self.append_seconds: Callable[[float], None] = lambda _: None
@@ -86,6 +107,8 @@ class Service:
         self._cells: dict[EngineName, Cell] = {}
         self._watchers: dict[EngineName, asyncio.Task[None]] = {}
         self._chores: set[asyncio.Task[None]] = set()
+        self._spent: dict[EngineName, Elapsed] = {}  # of budgets, not saved yet
+        self._saving: asyncio.Task[None] | None = None
         self._store_answers = True
 
     # --- life -----------------------------------------------------------------------------------
@@ -163,6 +186,7 @@ class Service:
         cell = self._cells.get(name)
         if cell is None:
             cell = self._cells[name] = Cell(name, self._log.store_id)
+            cell.stale = False  # an append that finds more in the log reads it
         cell.joining += 1
         try:
             engine = await self._carry_out(cell, Reserve(join, touched))
@@ -227,7 +251,9 @@ class Service:
         touched: tuple[Touch, ...] = (),
     ) -> Round:
         """The round after the report was kept, once it is decided or `wait_s` is over."""
-        command = Submit(number, attempt, reports, planned, touched)
+        cell = self._cell(name)
+        spent_s = cell.clock.report_spent_s(cell.engine.rounds.get(number))
+        command = Submit(number, attempt, reports, planned, touched, spent_s)
         return await self._call(name, command, lambda r: r.verdict is not None, wait_s)
 
     async def applied(
@@ -307,19 +333,31 @@ class Service:
 
     # --- sessions -------------------------------------------------------------------------------
 
-    async def attach(self, name: EngineName, number: int, attempt: int) -> Connection:
+    async def attach(
+        self, name: EngineName, number: int, attempt: int, *, proxied: bool = False
+    ) -> Connection:
         """Open a session. A suspect's return is durable before it is answered."""
         cell = self._cell(name)
         _, member = member_of(cell.engine, number, attempt)
         await self._carry_out(cell, Clear(number, attempt))
-        return self.presence.attach(Seat(name, number, attempt), member.join.host)
+        return self.presence.attach(Seat(name, number, attempt), member.join.host, proxied=proxied)
 
     async def seen(self, name: EngineName, number: int, attempt: int) -> None:
         """Before any answer: whoever is answered is not suspect, and that is durable first."""
         cell = self._cell(name)
         round_, member = member_of(cell.engine, number, attempt)
-        if member.suspect and is_followed(round_, member):
+        seat = Seat(name, number, attempt)
+        # Also where it is followed: its suspicion may be on its way to the log, and comes first.
+        if (member.suspect or self.presence.follows(seat)) and is_followed(round_, member):
             await self._carry_out(cell, Clear(number, attempt))
+        self.presence.heard(seat)
+
+    async def refused(self, name: EngineName, token: str) -> None:
+        """Before a call is refused, whatever the reason: that is an answer too."""
+        with suppress(Refused):
+            attempt, _ = self.attempt_of(name, token)
+            if round_ := self.engine(name).round_of(attempt):
+                await self.seen(name, round_.number, attempt)
 
     def cell(self, name: EngineName) -> Cell:
         """For streams, which follow an engine's facts. Raises NotFound."""
@@ -327,8 +365,13 @@ class Service:
 
     # --- tokens ---------------------------------------------------------------------------------
 
-    def attempt_of(self, name: EngineName, token: str | None) -> tuple[int, Join]:
-        """Who calls. Raises Unauthorized, StoreReplaced or Superseded."""
+    def attempt_of(
+        self, name: EngineName, token: str | None, number: int | None = None
+    ) -> tuple[int, Join]:
+        """Who calls, and in which round if it says so.
+
+        Raises Unauthorized, StoreReplaced or Superseded.
+        """
         parts = (token or "").split(".")
         if len(parts) != 3 or not (parts[1].isascii() and parts[1].isdigit()):
             raise Unauthorized(
@@ -346,9 +389,14 @@ class Service:
         engine, attempt = self._cell(name).engine, int(parts[1][:18])
         join = _join_of(engine, attempt)
         if join is None:
+            last = engine.last.number if engine.last else 0
             raise Superseded(
-                f"attempt {attempt} of {name} has lapsed: a newer process holds its ranks; this"
-                " one must exit",
+                f"round {number} of {name} was dropped: of rounds that have ended the log keeps"
+                f" the latest {self.policies.of(name).keep_rounds} and the one in force; this"
+                " process must exit, and be started anew to join"
+                if number is not None and number < last and number not in engine.rounds
+                else f"attempt {attempt} of {name} has lapsed: a newer process holds its ranks;"
+                " this one must exit",
                 field="Kvaccord-Attempt",
                 value=str(attempt),
             )
@@ -409,7 +457,7 @@ class Service:
                 events = decide(cell.engine, command)
                 if not events:
                     return cell.engine
-                entry, began_s = Entry(events=events), loop.time()
+                entry, began_s = entry_of(events), loop.time()
                 cell.stale = True  # until the append is known to have been kept, or not
                 try:
                     await self._log.append(cell.name, entry, n=cell.engine.entries)
@@ -429,14 +477,18 @@ class Service:
                 break
         for event in events:
             if isinstance(event, Decided | Ended) and cell.engine.rounds[event.round].ended:
-                self.presence.forget_round(cell.name, event.round)
+                members = cell.engine.rounds[event.round].members
+                self.presence.forget(Seat(cell.name, event.round, m) for m in members)
                 self._compact_if_due(cell)
             if isinstance(event, Cleared | Serving):
                 # It must have a session again as soon as if it had not called; and who serves
                 # says that it keeps one.
                 seat = Seat(cell.name, event.round, event.attempt)
-                self.presence.expect(seat, within_s=self._patience_s(seat))
-        cell.wake()
+                self.presence.heard(seat)
+                if (within_s := self._patience_s(seat)) is not None:
+                    self.presence.expect(seat, within_s=within_s)
+        # A round that was opened may have taken over from another.
+        cell.wake(at_once=any(isinstance(e, Decided | Ended | Opened) for e in events))
         self._watch(cell)
         return cell.engine
 
@@ -469,10 +521,11 @@ class Service:
         if len(cell.engine.rounds) > 2 * keep:
             self._do_later(self._compact(cell, keep))
 
-    def _do_later(self, chore: Coroutine[Any, Any, None]) -> None:
+    def _do_later(self, chore: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(chore)
         self._chores.add(task)
         task.add_done_callback(self._chores.discard)
+        return task
 
     async def _read_again(self, cell: Cell) -> None:
         """After an append without an answer: find out what the log holds, whoever calls or not."""
@@ -515,9 +568,13 @@ class Service:
                 await asyncio.sleep(RETRY_S)
         return False
 
-    def _patience_s(self, seat: Seat) -> float:
+    def _patience_s(self, seat: Seat) -> float | None:
+        """How long it may stay away; None where the end of its session means nothing."""
         round_ = self._cell(seat.name).engine.rounds.get(seat.round)
-        before_verdict = round_ is not None and round_.verdict is None
+        member = round_.members.get(seat.attempt) if round_ else None
+        if round_ is None or member is None or not is_followed(round_, member):
+            return None
+        before_verdict = round_.verdict is None
         return self.settings.reattach_s if before_verdict else self.settings.lost_after_s
 
     # --- time -----------------------------------------------------------------------------------
@@ -528,6 +585,8 @@ class Service:
             task = asyncio.create_task(self._spend_budgets(cell))
             self._watchers[cell.name] = task
             task.add_done_callback(lambda _: self._watched(cell))
+            if self._saving is None or self._saving.done():
+                self._saving = self._do_later(self._save_spent())
 
     def _watched(self, cell: Cell) -> None:
         self._watchers.pop(cell.name, None)
@@ -537,14 +596,13 @@ class Service:
     async def _spend_budgets(self, cell: Cell) -> None:
         """Follow an engine for as long as its last round is open, and say when time has run out."""
         loop = asyncio.get_running_loop()
-        saved_s: dict[tuple[int, str], float] = {}
         while (round_ := cell.engine.last) and round_.open and not self.stopping:
             left_s, finding = self._next_end(cell, round_)
             if left_s <= 0 and await self._find(cell.name, finding):
                 continue
             began_s = loop.time()
             # A timer may fire a little early; a budget may not.
-            await cell.change(min(TICK_S, left_s + 0.001) if left_s > 0 else TICK_S)
+            await cell.change(min(TICK_S, left_s + 0.001) if left_s > 0 else TICK_S, "fact")
             if not self._store_answers:
                 # No budget is spent while nobody could be answered.
                 with suppress(Unavailable):
@@ -552,10 +610,19 @@ class Service:
                 continue
             cell.clock.advance(round_, loop.time() - began_s)
             phase, spent_s = cell.clock.spent(round_)
-            if phase and spent_s - saved_s.get((round_.number, phase), 0.0) >= SAVE_EVERY_S:
-                saved_s = {(round_.number, phase): spent_s}
-                with suppress(LogUnavailable):
-                    await self._log.save_elapsed(cell.name, round_.number, phase, spent_s)
+            if phase:
+                self._spent[cell.name] = (round_.number, phase, spent_s)
+
+    async def _save_spent(self) -> None:
+        """Keep how far the budgets are, those of all engines at once, while any runs."""
+        while self._watchers and not self.stopping:
+            await asyncio.sleep(SAVE_EVERY_S)
+            spent, self._spent = self._spent, {}
+            saves = [self._log.save_elapsed(name, *elapsed) for name, elapsed in spent.items()]
+            try:
+                await asyncio.gather(*saves)
+            except LogUnavailable:
+                self._store_answers = False  # found out while nobody calls
 
     async def _resume_clock(self, cell: Cell) -> None:
         last, elapsed = cell.engine.last, await self._log.elapsed(cell.name)
@@ -571,9 +638,10 @@ class Service:
             return min(hard_s, clock.grace_left_s(round_)), Spend(number, "grace")
         if round_.short and round_.verdict is None:
             return min(hard_s, clock.short_left_s(round_)), Spend(number, "shortfall")
-        signs = self._signs(cell, round_)
-        soft_s = 0.0 if what == "gather" else clock.soft_left_s(round_)
-        if what != "gather" and soft_s <= 0 < hard_s and any(s.stuck for s in signs.values()):
+        # Gathering has no soft end. Only at an end is it asked who shows progress.
+        soft_s = hard_s if what == "gather" else clock.soft_left_s(round_)
+        signs = self._signs(cell, round_) if min(soft_s, hard_s) <= 0 else {}
+        if soft_s <= 0 < hard_s and any(s.stuck for s in signs.values()):
             return 0.0, Spend(number, what, soft=True, signs=signs)
         return soft_s or hard_s, Spend(number, what, signs=signs)
 

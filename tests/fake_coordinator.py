@@ -132,6 +132,8 @@ class Handler(BaseHTTPRequestHandler):
     def stream(self) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream; charset=utf-8")
+        for name, value in self.server.headers.get("session", {}).items():
+            self.send_header(name, value)
         self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(b": hello\n\n")

@@ -87,6 +87,26 @@ def test_a_session_resumes_after_the_last_event_it_heard(url: str) -> None:
     assert again != last
 
 
+def test_a_session_without_facts_brings_the_documents_alone_and_resumes_after_them(
+    url: str,
+) -> None:
+    workers = a_pair(url)
+    first = workers[0]
+    first.hang_up()
+    first.http.params = {"facts": "0"}
+    first.attach()
+    what = agreed(workers)
+    event, last, data = next(first.events())
+    assert (event, digest(data.encode())) == ("decision", what)
+    first.hang_up()
+    first.http.headers["Last-Event-ID"] = last
+    first.attach()
+    for worker in workers:
+        worker.applied(what, kv=90)
+    event, _, data = next(first.events())
+    assert (event, json.loads(data)["outcome"]) == ("outcome", "SEALED")
+
+
 def test_a_rank_whose_session_ends_is_lost_and_the_others_hear_it_within_3_s(url: str) -> None:
     first, second = a_pair(url)
     second.report()

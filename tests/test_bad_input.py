@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.wire import KV, Worker, a_report, an_engine
+from tests.wire import KV, Worker, a_report, an_engine, serving
 
 
 @pytest.fixture
@@ -149,6 +150,92 @@ def test_a_body_that_is_no_report_is_refused(worker: Worker, body: bytes) -> Non
         headers=worker.headers | {"Content-Type": "application/json"},
     )
     problem(answer, 422, "invalid")
+
+
+def presence(worker: Worker) -> list[str]:
+    return [m["presence"] for m in worker.http.get(f"{worker.at}/status").json()["members"]]
+
+
+@pytest.mark.parametrize(
+    ("what", "body", "status"),
+    [
+        ("reports", b"{", 422),
+        ("reports", b'{"1":{}}', 422),
+        ("reports", b'{"0":{}}', 422),
+        ("veto", b'{"rank":1,"text":"x","more":1}', 422),
+        ("phase", b"[]", 422),
+        ("reports", b"x" * (2**20 + 1), 413),
+        ("applied", b'{"digest":"sha256:0","built":{"kv":1}}', 422),
+    ],
+)
+def test_whoever_is_refused_has_been_answered_and_is_not_suspect(
+    url: str, worker: Worker, what: str, body: bytes, status: int
+) -> None:
+    other = Worker(url, worker.base.rsplit("/", 1)[1], 1, tp=2).enter()
+    other.hang_up()
+    while presence(worker) == ["present", "present"]:
+        time.sleep(0.01)
+    assert presence(worker) == ["present", "suspect"]
+    answer = other.http.request(
+        "POST" if what == "phase" else "PUT",
+        f"{other.at}/{what}",
+        content=body,
+        headers=other.headers | {"Content-Type": "application/json"},
+    )
+    assert answer.status_code == status
+    assert presence(worker) == ["present", "unwatched"]
+
+
+@pytest.mark.parametrize("round_", [99, "x"])
+def test_a_call_of_another_round_is_an_answer_to_its_process_too(
+    url: str, worker: Worker, round_: Any
+) -> None:
+    other = Worker(url, worker.base.rsplit("/", 1)[1], 1, tp=2).enter()
+    other.hang_up()
+    while presence(worker) == ["present", "present"]:
+        time.sleep(0.01)
+    other.round = round_
+    assert other.report().status_code in (404, 422)
+    assert presence(worker) == ["present", "unwatched"]
+
+
+def test_a_wrong_token_clears_nobody(url: str, worker: Worker) -> None:
+    other = Worker(url, worker.base.rsplit("/", 1)[1], 1, tp=2).enter()
+    other.hang_up()
+    while presence(worker) == ["present", "present"]:
+        time.sleep(0.01)
+    other.token = other.token[:-4] + "0000"
+    problem(other.report(), 401, "unauthorized")
+    assert presence(worker) == ["present", "suspect"]
+
+
+def test_a_process_of_a_dropped_round_hears_that_it_was_dropped(tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("rules:\n- set: {keep_rounds: 1}\n")
+    with serving("--policy", str(policy)) as running:
+        engine = an_engine()
+        oldest = Worker(running.url, engine, 0, tp=2).enter()
+        oldest.veto("broken")
+        oldest.report(wait_s=5)
+        for n in range(4):
+            worker = Worker(running.url, engine, 0, tp=2, run=f"run-{n + 2}").enter()
+            worker.veto("broken")
+            worker.report(wait_s=5)
+        document = problem(oldest.report(), 410, "superseded")
+        assert "round 1 of" in document["detail"]
+        assert "was dropped" in document["detail"]
+        assert "must exit" in document["detail"]
+
+
+def test_whoever_may_not_arm_faults_is_told_so_whatever_the_body(url: str, tmp_path: Path) -> None:
+    garbage = {"content": b"{", "headers": {"Content-Type": "application/json"}}
+    problem(httpx.post(f"{url}/v1/faults", **garbage), 403, "forbidden")
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef")
+    with serving("--enable-faults", "--chaos-token-file", str(token)) as running:
+        problem(httpx.post(f"{running.url}/v1/faults", **garbage), 401, "unauthorized")
+        garbage["headers"]["Authorization"] = "Bearer 0123456789abcdef"
+        problem(httpx.post(f"{running.url}/v1/faults", **garbage), 422, "invalid")
 
 
 def test_an_unknown_path_and_method_are_problems_too(url: str) -> None:

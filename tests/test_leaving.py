@@ -314,7 +314,7 @@ def test_exit_ends_a_process_that_heard_it_and_then_hangs_while_it_goes(server):
     assert "FAILED" in ended.stderr
 
 
-def test_exit_ends_a_process_that_objected_itself_and_then_hangs(server):
+def test_exit_ends_a_process_that_objected_itself_and_hangs_after_those_whom_it_told(server):
     ended = run(
         """
         try:
@@ -326,7 +326,28 @@ def test_exit_ends_a_process_that_objected_itself_and_then_hangs(server):
         server.url,
     )
     assert ended.returncode == 75
-    assert "this process objected: MemoryError: 2.00 GiB do not fit" in ended.stderr
+    said = "this process objected: MemoryError: 2.00 GiB do not fit; this process ends within 0.8 s"
+    assert said in ended.stderr
+
+
+def test_exit_ends_a_process_that_hangs_after_python_has_let_go_of_its_threads(server):
+    server.answers["reports"] = (200, a_decision("FAILED"))
+    began_s = time.monotonic()
+    ended = run(
+        """
+        class Pool:
+            def __del__(self, sleep=time.sleep):
+                sleep(25)  # as libraries do that wait for their peers while they are torn down
+
+        pool = Pool()
+        with Rendezvous.join(url=url, engine="e", ranks=[0], on_stop=Exit(1)) as rdzv:
+            rdzv.report(REPORT)
+        """,
+        server.url,
+    )
+    assert time.monotonic() - began_s < 20.0
+    assert ended.returncode == 1
+    assert "kvaccord: default/e round 7 FAILED rank_vetoed" in ended.stderr
 
 
 def test_a_process_that_joins_again_is_not_ended_for_its_former_round(server):
@@ -460,7 +481,8 @@ BUSY = """
         url=url, engine=sys.argv[2], ranks=[rank], layout=Layout(tp=2), launch="run-1"
     ) as rdzv:
         if rank == 1:
-            ctypes.PyDLL(None).sleep(5)  # PyDLL keeps the GIL: no thread of this process runs
+            # PyDLL keeps the GIL: no thread of this process runs.
+            ctypes.PyDLL(None).sleep(int(sys.argv[4]))
         report = Report(free_bytes=1000, kv_budget_bytes=900, classes=[page("kv", 100)])
         agreed = rdzv.report(report)
         rdzv.applied(built=agreed.entries)
@@ -468,19 +490,20 @@ BUSY = """
     """
 
 
-def test_a_rank_whose_c_call_holds_the_gil_is_not_lost():
+@pytest.mark.parametrize("for_s", [5, pytest.param(60, marks=pytest.mark.nightly)])
+def test_a_rank_whose_c_call_holds_the_gil_is_not_lost(for_s):
     from tests.wire import serving
 
-    with serving("--report-s", "20", "--lost-after-s", "2") as coordinator:
+    with serving("--report-s", "90", "--lost-after-s", "2") as coordinator:
         engine = an_engine()
         processes = [
             subprocess.Popen(
-                script(BUSY, coordinator.url, engine, rank),
+                script(BUSY, coordinator.url, engine, rank, for_s),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
             )
             for rank in range(2)
         ]
-        heard = [process.communicate(timeout=30.0) for process in processes]
+        heard = [process.communicate(timeout=for_s + 30.0) for process in processes]
         assert heard == [("9\n", "")] * 2

@@ -1,5 +1,6 @@
 """The session: what it reads, and how it holds on."""
 
+import socket
 import time
 
 import pytest
@@ -62,6 +63,14 @@ def test_the_session_is_up_when_start_returns(server, session):
     [headers] = headers_of(server)
     assert headers["kvaccord-attempt"] == "t0k3n"
     assert "last-event-id" not in headers
+
+
+def test_the_kernel_takes_a_large_decision_while_this_process_does_not_read(server, session):
+    with socket.socket() as usual:
+        before_bytes = usual.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+    session.start(wait_s=5.0)
+    room_bytes = session._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+    assert room_bytes >= 2 * before_bytes
 
 
 def test_a_decision_ends_the_wait(server, session):
@@ -127,6 +136,37 @@ def test_the_stream_ends_with_the_round(server, session):
     session._thread.join(2.0)
     assert not session._thread.is_alive()
     assert session.hear("decision", 0.0).document == a_decision("FAILED")
+
+
+def beats_of(server):
+    return [body for word, _, body in server.told if word == "phase"]
+
+
+def test_beats_begin_when_the_coordinator_has_seen_a_proxy(server, session, monkeypatch):
+    monkeypatch.setattr("worker_client.session.BEAT_S", 0.1)
+    session.start(wait_s=5.0)
+    time.sleep(0.5)
+    assert beats_of(server) == [], "nothing lies between, as far as anyone knows"
+    server.headers["session"] = {"Kvaccord-Proxied": "1"}
+    server.events.put(CUT)
+    assert server.attached.acquire(timeout=1.0)
+    assert server.attached.acquire(timeout=1.0)
+    time.sleep(1.0)
+    assert len(beats_of(server)) >= 2
+
+
+def test_a_process_that_tells_its_phases_beats_too_once_a_proxy_is_seen(
+    server, session, monkeypatch
+):
+    monkeypatch.setattr("worker_client.session.BEAT_S", 0.1)
+    session.tell_phase(b'{"phase":"load","progress":3}')  # its thread waits for the next phase
+    time.sleep(0.5)
+    assert len(beats_of(server)) == 1
+    server.headers["session"] = {"Kvaccord-Proxied": "1"}
+    session.start(wait_s=5.0)
+    time.sleep(1.0)
+    assert len(beats_of(server)) >= 3
+    assert beats_of(server)[-1] == {"phase": "load", "progress": 3}
 
 
 @pytest.mark.parametrize("answer", [(200, b""), None])

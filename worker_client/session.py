@@ -41,6 +41,9 @@ PHASE_PAUSE_S = 0.2  # of phases that come faster the last one counts
 PHASE_CALL_S = 5.0
 BEAT_S = 10.0  # behind a proxy the stream alone proves nothing
 EVENT_MAX_BYTES = 2**20
+# Room for the largest decision, 512 KiB: where this process does not read for a while, what the
+# kernel cannot take ends the stream after the user timeout. It grants what its own limit allows.
+RECEIVE_BYTES = 2**19
 
 log = logging.getLogger(__name__)
 chance = random.SystemRandom()  # engines seed the module's own generator alike on all ranks
@@ -79,6 +82,7 @@ class Session:
         self._problem: Problem | None = None
         self._attached = False
         self._closing = False
+        self._beating = wire.proxied  # or once the coordinator has seen a proxy
         self._socket: socket.socket | None = None
         self._last_id = ""
         self._thread = threading.Thread(target=self._run, name="kvaccord-session", daemon=True)
@@ -87,7 +91,7 @@ class Session:
     def begin(self) -> None:
         """Start the thread."""
         self._thread.start()
-        if self._wire.proxied:
+        if self._beating:
             self._start_telling()
 
     def start(self, *, wait_s: float) -> None:
@@ -203,7 +207,9 @@ class Session:
         headers = {**self._seat.headers, "Accept": "text/event-stream"}
         if self._last_id:
             headers["Last-Event-ID"] = self._last_id
-        path = f"{self._seat.path}/session" + ("?proxied=1" if self._wire.proxied else "")
+        # What others said is not for a rank: in a large start it would fill the receive buffer of
+        # one that is busy, and the kernel end its stream.
+        path = f"{self._seat.path}/session?facts=0" + ("&proxied=1" if self._wire.proxied else "")
         with self._wire.stream(path, headers, read_s=READ_S, opened=self._opened) as response:
             if response.status_code != 200:
                 if response.status_code == 503:
@@ -213,6 +219,9 @@ class Session:
                 return REATTACH_S
             with self._changed:
                 self._attached = True
+                if response.headers.get("kvaccord-proxied") == "1" and not self._beating:
+                    self._beating, self._phase = True, self._phase or self._beat
+                    self._start_telling()
                 self._notify()
             for event in events(response.iter_raw()):
                 if event.name == "move":
@@ -272,9 +281,9 @@ class Session:
             self._teller.start()
 
     def _tell(self) -> None:
-        every_s = BEAT_S if self._wire.proxied else None
         while True:
             with self._changed:
+                every_s = BEAT_S if self._beating else None
                 self._changed.wait_for(lambda: self._phase is not None or self._over, every_s)
                 if self._over:
                     return
@@ -291,7 +300,7 @@ class Session:
                 self._wire.close()  # that call may have come too late for whoever closed it
 
     def _heard_of_phase(self, call: Call) -> None:
-        answer = self._wire.call(call)
+        answer = self._wire.perform(call)
         if answer.error is None and answer.status == 410:
             problem = problem_in(answer.status, answer.body)
             # Any other refusal concerns the phase alone; an older coordinator knows none.
@@ -301,6 +310,8 @@ class Session:
     def _opened(self, opened: socket.socket) -> None:
         with self._changed:
             self._socket = opened
+            with contextlib.suppress(OSError):
+                opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
             if self._closing:
                 self._shut()
 

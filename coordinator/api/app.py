@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator import telemetry
@@ -111,7 +112,11 @@ class BodyLimit:
                 field="body",
                 value=f"more than {MAX_BODY_BYTES} bytes",
             )
-            await problems.answer(problem)(scope, receive, send)
+
+            async def refuse() -> Message:
+                raise HTTPException(problem.http_status) from problem
+
+            await self._app(scope, refuse, send)
             return
         read = iter([{"type": "http.request", "body": b"".join(body), "more_body": False}])
 

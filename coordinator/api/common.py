@@ -28,9 +28,10 @@ def faults_of(request: Request) -> Faults | None:
     return cast("Faults | None", request.app.state.faults)
 
 
-async def place(
-    ns: Annotated[EngineWord, Path()], engine: Annotated[EngineWord, Path()]
-) -> EngineName:
+Word = Annotated[EngineWord, Path()]
+
+
+async def place(ns: Word, engine: Word) -> EngineName:
     return EngineName(ns, engine)
 
 
@@ -47,9 +48,15 @@ class Caller:
 
 
 async def caller(
-    request: Request, name: Place, kvaccord_attempt: Annotated[str | None, Header()] = None
+    request: Request,
+    ns: Word,
+    engine: Word,
+    kvaccord_attempt: Annotated[str | None, Header()] = None,
 ) -> Caller:
-    attempt, join = service_of(request).attempt_of(name, kvaccord_attempt)
+    name = EngineName(ns, engine)  # a dependency of its own would cost more than all of this
+    said = str(request.path_params.get("n", ""))
+    number = int(said) if said.isascii() and said.isdigit() and len(said) < 16 else None
+    attempt, join = service_of(request).attempt_of(name, kvaccord_attempt, number)
     return Caller(name, attempt, join)
 
 

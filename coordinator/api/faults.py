@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import hmac
-from typing import Annotated
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.routing import APIRoute
 
 from coordinator.api.common import faults_of, json_response
 from coordinator.faults import Faults, Rule
 from kvaccord.errors import Forbidden, Unauthorized
 
 
-async def armed_and_allowed(
-    request: Request, authorization: Annotated[str | None, Header()] = None
-) -> Faults:
-    faults = faults_of(request)
-    if faults is None:
+def check_allowed(request: Request) -> None:
+    """Raises Forbidden where no rule can be armed, Unauthorized for whoever may not."""
+    authorization = request.headers.get("authorization")
+    if faults_of(request) is None:
         raise Forbidden(
             "fault injection is off; start a staging coordinator with --enable-faults"
             " --chaos-token-file FILE"
@@ -28,33 +29,51 @@ async def armed_and_allowed(
             field="Authorization",
             value="absent" if authorization is None else "another token",
         )
+
+
+async def armed(request: Request) -> Faults:
+    faults = faults_of(request)
+    assert faults is not None, "the route has checked that"
     return faults
 
 
-Allowed = Annotated[Faults, Depends(armed_and_allowed)]
+class Guarded(APIRoute):
+    """Asks for the token before it reads the body."""
 
-router = APIRouter(prefix="/v1/faults")
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def guarded(request: Request) -> Response:
+            check_allowed(request)
+            return await handle(request)
+
+        return guarded
+
+
+Armed = Annotated[Faults, Depends(armed)]
+
+router = APIRouter(prefix="/v1/faults", route_class=Guarded)
 
 
 @router.post("")
-async def arm(faults: Allowed, rule: Rule) -> Response:
+async def arm(faults: Armed, rule: Rule) -> Response:
     """Arm a rule. It ends by itself after `expires_s`."""
     return json_response(faults.arm(rule), status_code=201)
 
 
 @router.get("")
-async def active(faults: Allowed) -> Response:
+async def active(faults: Armed) -> Response:
     return json_response({"faults": faults.active()})
 
 
 @router.delete("/{rule_id}")
-async def disarm(faults: Allowed, rule_id: str) -> Response:
+async def disarm(faults: Armed, rule_id: str) -> Response:
     faults.disarm(rule_id)
     return Response(status_code=204)
 
 
 @router.delete("")
-async def disarm_all(faults: Allowed) -> Response:
+async def disarm_all(faults: Armed) -> Response:
     """Every rule ends now."""
     faults.disarm_all()
     return Response(status_code=204)

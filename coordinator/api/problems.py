@@ -11,7 +11,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from coordinator.api.common import service_of
+from coordinator.events import EngineName
 from kvaccord.errors import Invalid, LaunchMissing, NotFound, Problem, Refused, Unavailable
+from kvaccord.faulty import fault_of
 from kvaccord.messages import cut
 
 log = logging.getLogger(__name__)
@@ -20,12 +23,6 @@ LAUNCH_MISSING = (
     "launch is missing or a placeholder; without it the ranks of two starts cannot be told apart:"
     " set KVACCORD_LAUNCH to a value that all ranks of this start share and no other start has"
 )
-WHAT_TO_DO = {
-    "missing": "it is required: add it",
-    "extra_forbidden": "no such field in this protocol: remove it or correct its name",
-    "int_type": "expected a whole number, without quotes or decimals",
-    "string_type": "expected a string",
-}
 
 
 def answer(problem: Problem, *, status: int | None = None) -> Response:
@@ -45,24 +42,27 @@ def answer(problem: Problem, *, status: int | None = None) -> Response:
 
 def install(app: FastAPI) -> None:
     @app.exception_handler(Problem)
-    async def on_problem(_: Request, problem: Problem) -> Response:
-        return answer(problem)
+    async def on_problem(request: Request, problem: Problem) -> Response:
+        return await refuse(request, problem)
 
     @app.exception_handler(RequestValidationError)
-    async def on_invalid(_: Request, error: RequestValidationError) -> Response:
-        return answer(invalid(error.errors(), error.body))
+    async def on_invalid(request: Request, error: RequestValidationError) -> Response:
+        return await refuse(request, invalid(error.errors(), error.body))
 
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: HTTPException) -> Response:
+        if isinstance(error.__cause__, Problem):  # of a middleware
+            return await refuse(request, error.__cause__)
         path = cut(request.url.path, 200)
         if error.status_code == 404:
             return answer(
                 NotFound(f"nothing is served at {path}; docs/protocol.md lists the calls")
             )
         if error.status_code == 400:  # what FastAPI says of JSON that Python cannot read
-            return answer(
-                Invalid("the body cannot be read as JSON; send numbers below 2^53", field="body")
+            problem = Invalid(
+                "the body cannot be read as JSON; send numbers below 2^53", field="body"
             )
+            return await refuse(request, problem)
         said = f"{request.method} {path}: {error.detail}; docs/protocol.md lists the calls"
         return answer(Invalid(said), status=error.status_code)
 
@@ -78,6 +78,17 @@ def install(app: FastAPI) -> None:
         )
 
 
+async def refuse(request: Request, problem: Problem) -> Response:
+    """A refusal is an answer too: when it is told, its process is not suspect any more."""
+    token, path = request.headers.get("kvaccord-attempt"), request.path_params
+    if token is not None and "ns" in path and not isinstance(problem, Unavailable):
+        try:
+            await service_of(request).refused(EngineName(path["ns"], path["engine"]), token)
+        except Unavailable as unkept:
+            return answer(unkept)
+    return answer(problem)
+
+
 def invalid(errors: Sequence[Any], body: Any = None) -> Refused:
     """The first error of a validation, as a sentence that names rank, field, value and remedy."""
     error = errors[0]
@@ -85,37 +96,18 @@ def invalid(errors: Sequence[Any], body: Any = None) -> Refused:
         return Invalid(f"the body is no JSON: {error['ctx']['error']}; correct it", field="body")
     path = [part for part in error["loc"] if part not in ("body", "path", "query", "header")]
     rank, path = _rank_of(path, body)
-    context = error.get("ctx") or {}
+    fault = fault_of(error, path, whole="body")
     if path[:1] == ["launch"] and (error["type"] == "missing" or path[1:2] == ["run"]):
-        return LaunchMissing(LAUNCH_MISSING, rank=rank, field="launch", value=_shown(error))
-    field = ".".join(map(str, path)) or "body"
-    if error["type"] == "impossible":
-        value, named_field = str(context["value"]), str(context["field"])
-        if named_field:
-            field = named_field if path == [] else f"{field}.{named_field}"
-            detail = str(context["sentence"])
-        else:
-            detail = f"{field} {value}: {context['sentence']}"
-    else:
-        value = _shown(error)
-        detail = f"{field} {value}: {WHAT_TO_DO.get(error['type'], _with_remedy(error['msg']))}"
-    if rank is not None:
-        detail = f"rank {rank}: {detail}"
-    more = f" ({len(errors) - 1} more faults in this body)" if len(errors) > 1 else ""
-    return Invalid(f"{cut(detail, 1000)}{more}", rank=rank, field=field, value=cut(value, 200))
-
-
-def _with_remedy(message: str) -> str:
-    return f"{message[:1].lower()}{message[1:]}; correct it"
-
-
-def _shown(error: Any) -> str:
-    if error["type"] == "missing":
-        return "absent"
-    given = error.get("input")
-    if isinstance(given, dict | list):
-        return f"(a JSON {'object' if isinstance(given, dict) else 'array'})"
-    return cut(str(given), 80)
+        return LaunchMissing(LAUNCH_MISSING, rank=rank, field="launch", value=fault.value)
+    named = rank is None or fault.sentence.startswith(f"rank {rank} ")
+    detail = fault.sentence if named else f"rank {rank}: {fault.sentence}"
+    # What is said of a place that holds the first fault follows from it.
+    others = sum(1 for e in errors if e["loc"] != error["loc"][: len(e["loc"])])
+    faults = "fault" if others == 1 else "faults"
+    more = f" ({others} more {faults} in this body)" if others else ""
+    return Invalid(
+        f"{cut(detail, 1000)}{more}", rank=rank, field=fault.field, value=cut(fault.value, 200)
+    )
 
 
 def _rank_of(path: list[Any], body: Any) -> tuple[int | None, list[Any]]:

@@ -22,7 +22,7 @@ from coordinator.api.common import (
     service_of,
     waiting,
 )
-from coordinator.api.session import SessionStream
+from coordinator.api.session import SessionStream, is_proxied
 from coordinator.engine import Round
 from coordinator.verdict import faults, report_document
 from coordinator.views import standing
@@ -136,11 +136,18 @@ async def session(
     process: Process,
     n: RoundNumber,
     last_event_id: Annotated[str | None, Header(pattern=r"^[0-9]{1,15}\.[0-9]{1,15}$")] = None,
+    proxied: bool = False,
+    facts: bool = True,
 ) -> Response:
-    """The stream that says that this process is there, and tells it every fact of its round."""
+    """The stream that says that this process is there, and tells it every fact of its round.
+
+    proxied: something lies between, so beats are needed too. facts: off leaves the documents.
+    """
     service = service_of(request)
-    connection = await service.attach(process.name, n, process.attempt)
-    return SessionStream(service, connection, last_event_id)
+    connection = await service.attach(
+        process.name, n, process.attempt, proxied=proxied or is_proxied(request.headers)
+    )
+    return SessionStream(service, connection, last_event_id, facts=facts)
 
 
 @router.get("/decision")
