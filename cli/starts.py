@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from cli.rank import report_of
+from kvaccord.faulty import Message
 from kvaccord.layout import Layout, named
-from kvaccord.messages import Message, RankKey, Report
+from kvaccord.messages import RankKey, Report
 
 RECORDED = Path(__file__).parent / "recorded" / "deepseek_v4_pro_tp4_pcp2.json"
 LIBRARY = Path(__file__).parents[1] / "examples" / "starts"

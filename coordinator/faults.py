@@ -16,8 +16,8 @@ from pydantic import Field, model_validator
 
 from coordinator.events import EngineName, Touch
 from kvaccord.errors import NotFound, SlowDown
-from kvaccord.faulty import impossible
-from kvaccord.messages import Message, Positive, Rank, Report
+from kvaccord.faulty import Message, impossible
+from kvaccord.messages import Positive, Rank, Report
 
 MAX_ACTIVE = 100
 MAX_EXPIRES_S = 3600.0

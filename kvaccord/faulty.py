@@ -73,16 +73,18 @@ class _Sayable(ModelMetaclass):
     Only a call of the class comes here; what is read from the wire is validated without it.
     """
 
-    def __call__(cls, *args: Any, **fields: Any) -> Any:
-        try:
-            return super().__call__(*args, **fields)
-        except ValidationError as error:
-            faults = error.errors(include_url=False)
-            fault = fault_of(faults[0], list(faults[0]["loc"]), whole=cls.__name__)
-            more = f" ({len(faults) - 1} more faults in it)" if faults[1:] else ""
-            raise Invalid(
-                f"{cls.__name__}: {fault.sentence}{more}", field=fault.field, value=fault.value
-            ) from None
+    if not TYPE_CHECKING:  # who checks types reads the fields instead
+
+        def __call__(cls, *args: Any, **fields: Any) -> Any:
+            try:
+                return super().__call__(*args, **fields)
+            except ValidationError as error:
+                faults = error.errors(include_url=False)
+                fault = fault_of(faults[0], list(faults[0]["loc"]), whole=cls.__name__)
+                more = f" ({len(faults) - 1} more faults in it)" if faults[1:] else ""
+                raise Invalid(
+                    f"{cls.__name__}: {fault.sentence}{more}", field=fault.field, value=fault.value
+                ) from None
 
 
 class Message(BaseModel, metaclass=_Sayable):

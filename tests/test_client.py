@@ -12,8 +12,15 @@ import pytest
 from kvaccord.decision import Decision
 from kvaccord.errors import Aborted, Conflict, Failed, Invalid, LaunchMissing, NoVerdict
 from kvaccord.layout import Layout
-from kvaccord.messages import page
-from tests.fake_coordinator import REPORT, WAITING, a_decision, an_outcome, fake_coordinator
+from kvaccord.messages import Report, page
+from tests.fake_coordinator import (
+    REPORT,
+    VERDICT,
+    WAITING,
+    a_decision,
+    an_outcome,
+    fake_coordinator,
+)
 from worker_client import Agreed, Rendezvous
 from worker_client.causes import cause_text, first_cause
 
@@ -126,6 +133,23 @@ def test_an_exception_is_a_veto_with_its_first_cause_and_is_not_masked(server):
     assert veto["retryable"] is True
     assert veto["trace"].endswith("OSError: cleaning up failed too\n")
     assert server.ended.acquire(timeout=1.0)
+
+
+@pytest.mark.parametrize(("first", "noted"), [(1, True), (0, False)])
+def test_a_rank_that_raises_because_another_has_gone_learns_the_first_cause(server, first, noted):
+    causes = [{"rank": rank, "code": "rank_vetoed", "text": "no"} for rank in (first, 1 - first)]
+    verdict = VERDICT | {"outcome": "FAILED", "code": "rank_vetoed", "causes": causes}
+    failed = a_decision(verdict=verdict | {"message": "rank 1 on h: out of memory"})
+
+    def heard():
+        server.push("decision", failed.body)  # once the round has waited for other causes
+        return 202, WAITING
+
+    server.answers["veto"] = heard
+    with pytest.raises(RuntimeError) as broken:
+        raising(server, RuntimeError("Connection closed by peer"), layout=PAIR, launch="job-1")
+    note = "kvaccord: default/e round 7 FAILED rank_vetoed: rank 1 on h: out of memory"
+    assert getattr(broken.value, "__notes__", []) == [note] * noted
 
 
 @pytest.mark.parametrize("fault", [KeyboardInterrupt(), SystemExit(1), GeneratorExit()])
@@ -257,8 +281,9 @@ def test_many_ranks_without_a_launch_are_refused(server):
         ({"url": "coordinator:8970"}, "KVACCORD_URL"),
         ({"url": "ftp://coordinator"}, "KVACCORD_URL"),
         ({"url": "http://"}, "KVACCORD_URL"),
+        ({"url": "http://coordinator:8970/?ns=a"}, "it has a query"),
         ({"engine": "a/b"}, "KVACCORD_ENGINE"),
-        ({"engine": ""}, "KVACCORD_ENGINE"),
+        ({"engine": ""}, "KVACCORD_ENGINE is not set and join"),
         ({"engine": "llama-{LWS_GROUP_INDEX}"}, "no LWS_GROUP_INDEX"),
         ({"namespace": "a b"}, "KVACCORD_NAMESPACE"),
         ({"ranks": [1]}, "rank 1 is outside the layout"),
@@ -273,11 +298,72 @@ def test_what_cannot_be_true_is_refused_by_name(server, fields, named):
     assert server.told == []
 
 
+@pytest.mark.parametrize(
+    ("build", "sentence"),
+    [
+        (
+            lambda: Report(**REPORT.model_dump() | {"free_bytes": 1.5}),
+            "Report: free_bytes 1.5: expected a whole number, without quotes or decimals",
+        ),
+        (
+            lambda: Report(**REPORT.model_dump() | {"total_bytes": 5}),
+            "Report: free_bytes 1000 is above total_bytes 5; measure both on the same device"
+            " (under MIG: the slice, never its parent)",
+        ),
+        (
+            lambda: Report(free_bytes=5, kv_budget=4),
+            "Report: kv_budget_bytes absent: it is required: add it (2 more faults in it)",
+        ),
+        (
+            lambda: Report(**REPORT.model_dump() | {"inputs": {"scale": 0.5}}),
+            "Report: inputs.scale 0.5: expected a string of at most 1024 characters, true or"
+            " false, or a whole number below 2^53; send anything else as a string",
+        ),
+        (
+            lambda: page("kv", 0),
+            "CacheClass: entry_bytes 0: input should be greater than or equal to 1; correct it",
+        ),
+        (
+            lambda: Layout(tp=64, dp=64),
+            "Layout: a world of 4096 ranks is larger than the 1024 that one engine may have;"
+            " start independent replicas as engines of their own",
+        ),
+        (
+            lambda: Rendezvous.join(engine="e", ranks=[0, "1"]),
+            "Join: ranks.1 1: expected a whole number, without quotes or decimals",
+        ),
+        (
+            lambda: Rendezvous.join(engine="e", ranks=[0], inputs={"scale": 0.5}),
+            "Join: inputs.scale 0.5: expected a string of at most 1024 characters, true or"
+            " false, or a whole number below 2^53; send anything else as a string",
+        ),
+    ],
+)
+def test_what_cannot_be_true_is_one_line_with_the_field_the_value_and_what_to_do(build, sentence):
+    with pytest.raises(Invalid) as wrong:
+        build()
+    assert str(wrong.value) == sentence
+    assert wrong.value.field
+    assert wrong.value.value
+
+
+def test_a_bad_report_inside_the_block_is_heard_by_all_in_that_one_line(server):
+    with pytest.raises(Invalid), joined(server):
+        Report(**REPORT.model_dump() | {"free_bytes": -1})
+    assert server.said("veto")["text"] == (
+        "Invalid: Report: free_bytes -1: input should be greater than or equal to 0; correct it"
+    )
+
+
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "inf", "nan"])
 def test_a_patience_is_a_number_of_seconds(server, monkeypatch, text):
     monkeypatch.setenv("KVACCORD_PATIENCE_S", text)
     with pytest.raises(Invalid, match="KVACCORD_PATIENCE_S"):
         joined(server)
+    monkeypatch.delenv("KVACCORD_PATIENCE_S")
+    with pytest.raises(Invalid, match=f"KVACCORD_PATIENCE_S is '{text}'"):
+        joined(server, patience_s=text)
+    assert server.told == []
 
 
 def test_reports_must_be_of_this_process_ranks(server):
@@ -296,10 +382,10 @@ def test_nothing_is_applied_before_it_is_agreed(server):
 
 
 def test_a_world_of_one_agrees_with_itself_without_a_socket():
-    with Rendezvous.join(engine="e", ranks=[0]) as rdzv:
+    with Rendezvous.join(ranks=[0]) as rdzv:  # nor a name
         agreed = rdzv.report(REPORT)
         assert agreed.entries == BUILT
-        assert agreed.decision.sentence.startswith("default/e round 0 PASSED agreed: every rank")
+        assert agreed.decision.sentence.startswith("default/alone round 0 PASSED agreed: ")
         rdzv.applied(built=agreed.entries)
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import shutil
 import socket
 import ssl
 import subprocess
+import threading
 import time
 
 import pytest
 
-from kvaccord.errors import Invalid, NoVerdict, Unauthorized
+from kvaccord.errors import Invalid, NoVerdict, Refused, Unauthorized
 from kvaccord.messages import Report
 from tests.builders import lacking
 from tests.fake_coordinator import REPORT, fake_coordinator
-from worker_client import Rendezvous
+from worker_client import AsyncRendezvous, Rendezvous
 from worker_client.causes import masked, masked_inputs
 from worker_client.wire import tls_context
 
@@ -47,7 +50,7 @@ def address():
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def no_verdict(url, said, *, patience_s=0.5):
+def no_verdict(url, said, *, patience_s=0.5, start=start):
     began_s = time.monotonic()
     with pytest.raises(NoVerdict, match=said) as silence:
         start(url, patience_s=patience_s)
@@ -64,18 +67,105 @@ def test_a_dead_coordinator_is_no_verdict():
 
 
 def test_a_black_hole_is_no_verdict(address):
-    no_verdict(address, "ReadTimeout")
+    no_verdict(address, "no answer within 0.5 s: ")
 
 
 def test_a_host_without_a_name_is_no_verdict():
     no_verdict("http://no-such-host.invalid:8970", "ConnectError")
 
 
+def start_awaited(url, **fields):
+    asyncio.run(AsyncRendezvous.join(url=url, engine="e", ranks=[0], **fields))
+
+
+BOTH = pytest.mark.parametrize("start", [start, start_awaited])
+
+
+@pytest.fixture
+def trickle():
+    """Answers every connection with a few bytes, then one more every now and then, for ever."""
+    ended = threading.Event()
+
+    def answer(connection, first):
+        with connection, contextlib.suppress(OSError):
+            connection.recv(65536)
+            connection.sendall(first)
+            while not ended.wait(0.05):
+                connection.sendall(b"x")
+
+    def accept(listener, first):
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                threading.Thread(target=answer, args=(connection, first), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def begin(first):
+            threading.Thread(target=accept, args=(listener, first), daemon=True).start()
+            return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        yield begin
+        ended.set()
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def calls():
+    return [t for t in threading.enumerate() if t.name == "kvaccord-call"]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (b"HTTP/1.1 200 OK\r\nX-Slow: ", "it took the call and sent no whole answer"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n", "its answer had no end"),
+    ],
+)
+def test_an_answer_that_trickles_does_not_outlast_patience_nor_leave_a_thread(
+    trickle, start, first, said
+):
+    no_verdict(trickle(first), f"no answer within 0.5 s: {said}", start=start)
+    until_s = time.monotonic() + 5.0
+    while calls():
+        assert time.monotonic() < until_s, "it is still being read"
+        time.sleep(0.01)
+
+
+@BOTH
+def test_a_name_service_that_hangs_does_not_outlast_patience_nor_is_its_call_sent_later(
+    server, monkeypatch, start
+):
+    found, look_up = threading.Event(), socket.getaddrinfo
+
+    def hangs(*args, **fields):
+        found.wait(20)
+        return look_up("127.0.0.1", *args[1:], **fields)
+
+    monkeypatch.setattr(socket, "getaddrinfo", hangs)
+    url = server.url.replace("127.0.0.1", "coordinator")
+    no_verdict(url, "the host was not found or not reached", start=start)
+    found.set()
+    for call in calls():
+        call.join(5.0)
+    assert server.told == []
+
+
+@pytest.mark.parametrize("status", [301, 308])
+@pytest.mark.parametrize("word", ["join", "claim", "reports"])
+def test_a_redirect_for_good_is_refused_at_once_and_names_where_to(server, word, status):
+    server.answers[word] = (status, b"")
+    server.headers[word] = {"Location": "https://kv.example/"}
+    with pytest.raises(Refused, match=r"to https://kv\.example/, .* set KVACCORD_URL"):
+        start(server.url)
+    assert server.words().count(word) == 1
+
+
 @pytest.mark.parametrize("word", ["join", "claim", "reports", "applied"])
 @pytest.mark.parametrize(
     ("answer", "headers", "said"),
     [
-        ((302, b""), {"Location": "http://127.0.0.1:9/login"}, "a redirect to http://127.0.0.1:9"),
+        ((302, b""), {"Location": "http://127.0.0.1:9/in"}, "to http://127.0.0.1:9/in, .*_URL"),
         ((200, b"<html>"), {"Content-Type": "text/html"}, "a page of HTML"),
         ((200, b"\x00\xff"), {}, "garbage"),
         ((502, b"<html>"), {"Content-Type": "text/html"}, "answered 502 with a page of HTML"),
@@ -107,6 +197,19 @@ def test_a_proxy_that_cannot_be_read_breaks_nothing(server, monkeypatch):
     monkeypatch.setenv("ALL_PROXY", "nonsense://[")
     monkeypatch.setenv("SSL_CERT_FILE", "/nonexistent")
     start(server.url)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("ALL_PROXY", "nonsense://["), ("ALL_PROXY", "socks5://127.0.0.1:1"), ("HTTP_PROXY", "a:b")],
+)
+def test_whoever_trusts_the_environment_hears_what_is_wrong_in_it(
+    server, monkeypatch, variable, value
+):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(Invalid, match=r"a proxy variable cannot be used: .*leave trust_env off"):
+        start(server.url, trust_env=True)
+    assert server.told == []
 
 
 def test_whoever_asks_for_it_goes_through_the_proxy(server, monkeypatch):
@@ -171,6 +274,16 @@ def test_an_address_with_a_password_is_refused_unseen():
         ("{'api_key': 'abc123'}", "{'api_key': '***'}"),
         ("Authorization: Bearer abc123", "Authorization: Bearer ***"),
         ("GET http://me:pw@host/x", "GET http://***@host/x"),
+        ("AWS_SECRET_ACCESS_KEY=abc/1", "AWS_SECRET_ACCESS_KEY=***"),
+        ("AccountKey=abc;Endpoint=x", "AccountKey=***;Endpoint=x"),
+        ("https://b/x?sig=a%2Fb&n=1", "https://b/x?sig=***&n=1"),
+        ("Cookie: session=abc", "Cookie: ***"),
+        (
+            "a -----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY----- b",
+            "a *** b",
+        ),
+        ("cut -----BEGIN PRIVATE KEY-----\nMIIE", "cut ***"),
+        ("page_size=16, key=value, sig=KILL", "page_size=16, key=value, sig=KILL"),
         ("hf_abcdefghijklmnopqrst is not valid", "*** is not valid"),
         ("max_num_batched_tokens=8192, tokens=5", "max_num_batched_tokens=8192, tokens=5"),
         ("tokenizer='llama' rank 3: 2.00 GiB", "tokenizer='llama' rank 3: 2.00 GiB"),
@@ -225,8 +338,28 @@ def test_a_start_over_https_with_an_own_authority(secure, certificate, monkeypat
 
 
 def test_a_certificate_of_nobody_known_is_no_verdict(secure):
-    no_verdict(secure.url, "CERTIFICATE_VERIFY_FAILED")
+    no_verdict(secure.url, "CERTIFICATE_VERIFY_FAILED", patience_s=3.0)
     assert secure.told == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "trust_env"), [("SSL_CERT_FILE", True), ("SSLKEYLOGFILE", False)]
+)
+def test_a_variable_of_tls_that_points_nowhere_is_named(secure, monkeypatch, variable, trust_env):
+    monkeypatch.setenv(variable, "/nonexistent/file")
+    tls_context.cache_clear()
+    with pytest.raises(Invalid, match=f"correct or unset .*{variable}"):
+        start(secure.url, trust_env=trust_env)
+
+
+def test_an_own_authority_is_read_whatever_else_the_environment_says(
+    secure, certificate, monkeypatch
+):
+    monkeypatch.setenv("KVACCORD_CA_FILE", str(certificate[0]))
+    for variable in ("SSL_CERT_FILE", "SSL_CERT_DIR", "SSLKEYLOGFILE"):
+        monkeypatch.setenv(variable, "/nonexistent/file")
+    tls_context.cache_clear()
+    start(secure.url)
 
 
 def test_an_authority_that_cannot_be_read_is_named(secure, monkeypatch):

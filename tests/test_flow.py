@@ -283,6 +283,23 @@ def test_an_own_patience_does_not_grow():
         steps.answer(after_s=4.0, attached=True)
 
 
+def test_nothing_is_waited_for_there_that_would_come_after_patience_has_ended_here():
+    steps = agreeing(attached=False, patience_s=5.0)
+    assert steps.effect.path.endswith("wait_s=4.000")
+    assert steps.effect.timeout_s == 5.0
+    assert steps.say(WAITING, 202, after_s=4.5) == Hear("decision", 0.5)
+    last = steps.answer()
+    assert (last.path[-12:], last.timeout_s) == ("wait_s=0.000", 0.5)
+    assert steps.say(WAITING, 202) == Sleep(0.2, unless="decision")
+
+
+def test_a_try_that_has_no_time_left_is_not_made():
+    steps = entering(patience_s=1.0)
+    steps.answer(error=REFUSED_CONNECTION)
+    with pytest.raises(NoVerdict, match=r"after 0\.9 s and 1 tries, the last: ConnectError"):
+        steps.answer(after_s=0.95)
+
+
 def test_a_plan_for_more_than_was_offered_is_refused():
     generous = Report(**REPORT.model_dump() | {"kv_budget_bytes": 1000})
     steps = agreeing()

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from kvaccord.errors import Invalid
 from kvaccord.layout import MAX_WORLD, Groups, Layout, as_ranges, named, scheduler_groups
 
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "topology.json").read_text())["vectors"]
@@ -125,15 +126,15 @@ def sizes(layout):
 
 def test_the_largest_world_is_admitted_and_the_next_is_not():
     assert Layout(dp=4, pp=4, pcp=8, tp=8).world_size == MAX_WORLD
-    with pytest.raises(ValidationError, match="a world of 1040 ranks"):
+    with pytest.raises(Invalid, match="a world of 1040 ranks"):
         Layout(dp=65, tp=16)
-    with pytest.raises(ValidationError):
+    with pytest.raises(Invalid):
         Layout(tp=MAX_WORLD + 1)
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.0, "2", None])
 def test_a_size_is_a_whole_number_from_1(size):
-    with pytest.raises(ValidationError):
+    with pytest.raises(Invalid):
         Layout(tp=size)
 
 
@@ -181,7 +182,7 @@ def test_a_grid_by_name_is_the_grid(layout):
 
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "ü", "x" * 65, "a\n", None, 1])
 def test_a_group_has_a_plain_name(name):
-    with pytest.raises(ValidationError):
+    with pytest.raises(Invalid):
         Groups(budget=name, scheduler="a")
-    with pytest.raises(ValidationError):
+    with pytest.raises(Invalid):
         Groups(budget="a", scheduler=name)

@@ -7,6 +7,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from kvaccord import CacheClass, Layout, Report, page, state
+from kvaccord.errors import Invalid
 from kvaccord.messages import Applied, Join, Launch, Leave, RankKey, Veto, cut, cut_front
 from tests.builders import a_join, a_report
 
@@ -356,12 +357,12 @@ def test_a_join_names_the_groups_of_exactly_its_ranks():
     assert join.groups[3].scheduler == "dp0"
     assert Join.model_validate_json(join.model_dump_json()) == join
     for ranks in ((), ("1",), ("1", "2"), ("1", "2", "3"), ("01", "3")):
-        with pytest.raises(ValidationError):
+        with pytest.raises(Invalid):
             a_join(1, 3, layout=layout, groups=dict.fromkeys(ranks, GROUPS))
 
 
 def test_a_capacity_is_a_number_of_bytes_with_a_plain_name():
     assert Report(**TRUE, capacities={"host": 0}).capacities == {"host": 0}
     for wrong in ({"host": -1}, {"host": 1.5}, {"a b": 1}, {"host": 2**53}, {"host": None}):
-        with pytest.raises(ValidationError):
+        with pytest.raises(Invalid):
             Report(**TRUE, capacities=wrong)

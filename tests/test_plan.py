@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from coordinator.api.plan import PlanQuestion
 from coordinator.api.plan import plan as plan_route
@@ -16,6 +15,7 @@ from coordinator.verdict import inputs_digest, judge_reports
 from kvaccord import Layout, Report, page, state
 from kvaccord.canonical import canonical
 from kvaccord.decision import Decision
+from kvaccord.errors import Invalid
 from kvaccord.layout import Groups
 from kvaccord.plan import disagreeing_groups, plan, plan_document
 from kvaccord.room import available_bytes, needs, page_count
@@ -101,7 +101,7 @@ def test_what_atom_refuses_is_refused(name, code):
 
 
 def test_two_page_classes_are_refused_as_in_atom():
-    with pytest.raises(ValidationError, match="more than one page class"):
+    with pytest.raises(Invalid, match="more than one page class"):
         atom_report(ATOM["clash_two_page_classes"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from kvaccord.errors import (
     Aborted,
     Failed,
     Forbidden,
+    KvaccordError,
     NoVerdict,
     Refused,
     Retryable,
@@ -170,6 +172,37 @@ def test_every_refusal_can_be_scripted(code):
     again = issubclass(PROBLEMS[code], Retryable | Unavailable)
     with pytest.raises(NoVerdict if again else PROBLEMS[code], match=f"scripted: {code}"):
         play(scripted(code, at="join").join)
+
+
+async def play_awaited(join):
+    async with await join(ranks=[3], layout=FOUR, engine="llama") as rdzv:
+        agreed = await rdzv.report(a_report())
+        await rdzv.applied(built=agreed.entries)
+        return agreed
+
+
+def ended(start):
+    """What came of a start: entries, or the kind of its end."""
+    try:
+        return start().entries
+    except KvaccordError as fault:
+        return type(fault)
+
+
+@pytest.mark.parametrize(
+    ("code", "end"),
+    [
+        ("agreed", {"kv": 9}),
+        ("rank_lost", Failed),
+        ("apply_failed", Aborted),
+        ("superseded", Failed),
+        ("forbidden", Forbidden),
+        ("no_verdict", NoVerdict),
+    ],
+)
+def test_an_awaited_start_is_scripted_as_a_blocking_one(code, end):
+    assert ended(lambda: asyncio.run(play_awaited(scripted(code).async_join))) == end
+    assert ended(lambda: play(scripted(code).join)) == end
 
 
 def test_silence_and_a_refusal_of_the_report_can_be_scripted():

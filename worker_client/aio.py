@@ -17,9 +17,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import httpx
-
-from kvaccord.errors import Problem, RoundEnded, Superseded
+from kvaccord.errors import RoundEnded, Superseded
 from kvaccord.layout import Groups, Layout
 from kvaccord.messages import Device, Launch
 from worker_client.arguments import Arguments, Mode, settle
@@ -27,7 +25,6 @@ from worker_client.client import run_alone
 from worker_client.driver import Driver, Line, answer_of, log, pause_of, wire_of
 from worker_client.flow import (
     Answer,
-    Aside,
     Attach,
     Call,
     Detach,
@@ -44,19 +41,13 @@ from worker_client.observing import Observer
 from worker_client.session import Session
 from worker_client.steps import Agreed, Built, Reports
 from worker_client.stopping import OnStop
-from worker_client.wire import ANSWER_MAX_BYTES, CONNECT_S, KEEP_ALIVE, Wire, said_of
+from worker_client.wire import Begun
 
 T = TypeVar("T")
 
 
 class AsyncDriver(Line):
     """Performs what a flow asks for by awaiting."""
-
-    def __init__(
-        self, wire: Wire, told: Callable[[RoundEnded | Problem], None] | None = None
-    ) -> None:
-        super().__init__(wire, told)
-        self._made: httpx.AsyncClient | None = None
 
     async def run(self, steps: Flow[T]) -> T:
         """Perform what a flow asks for until it returns or raises."""
@@ -86,51 +77,17 @@ class AsyncDriver(Line):
                     await _until(session, lambda: session.is_settled, wait_s)
             case Detach(wait_s):
                 await self._detach(wait_s)
-            case Aside(steps, within_s):
-                with suppress(Exception):
-                    await asyncio.wait_for(self.run(steps), within_s)
         return Answer(time.monotonic())
 
     async def _call(self, call: Call) -> Answer:
+        begun = Begun(self.wire, call)
         try:
-            async with (
-                asyncio.timeout(call.timeout_s),
-                self._client.stream(
-                    call.method,
-                    call.path,
-                    content=call.body,
-                    headers=dict(call.headers),
-                    timeout=httpx.Timeout(call.timeout_s, connect=min(call.timeout_s, CONNECT_S)),
-                    extensions={"trace": self._trace()},
-                ) as response,
-            ):
-                body = bytearray()
-                async for part in response.aiter_raw():
-                    body += part
-                    if len(body) > ANSWER_MAX_BYTES:
-                        raise httpx.ReadError(f"no end of the answer after {len(body)} bytes")
-        except (httpx.HTTPError, TimeoutError, RuntimeError, UnicodeError) as fault:
-            return Answer(time.monotonic(), error=said_of(fault))
-        return Answer(time.monotonic(), response.status_code, dict(response.headers), bytes(body))
-
-    @property
-    def _client(self) -> httpx.AsyncClient:
-        if self._made is None:
-            options = self.wire.options()
-            if not self.wire.trust_env:
-                options["transport"] = httpx.AsyncHTTPTransport(
-                    verify=options["verify"], trust_env=False, socket_options=KEEP_ALIVE
-                )
-            self._made = httpx.AsyncClient(**options)
-        return self._made
-
-    def _trace(self) -> Any:
-        trace = self.wire.tracing()
-
-        async def traced(event: str, info: dict[str, Any]) -> None:
-            trace(event, info)
-
-        return traced
+            async with asyncio.timeout(call.timeout_s):
+                return await asyncio.wrap_future(begun.answer)
+        except TimeoutError:
+            return begun.late()
+        finally:
+            begun.give_up()
 
     async def _hear(self, what: What, timeout_s: float, *, through_cuts: bool) -> Answer:
         if (session := self.session) is None:
@@ -142,9 +99,6 @@ class AsyncDriver(Line):
         if self.session is not None:
             await asyncio.to_thread(self.session.close, wait_s=wait_s)
         self.wire.close()
-        made, self._made = self._made, None
-        if made is not None:
-            await made.aclose()
 
 
 async def _until(session: Session, done: Callable[[], bool], timeout_s: float) -> None:

@@ -9,9 +9,9 @@ import socket
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import Literal, cast
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from kvaccord.errors import Invalid, Refused
 from kvaccord.layout import Groups, Layout
@@ -19,7 +19,6 @@ from kvaccord.messages import Device, EngineWord, Join, Launch
 from worker_client.causes import masked_inputs
 from worker_client.launch import launch_from, parse
 
-M = TypeVar("M", bound=BaseModel)
 log = logging.getLogger(__name__)
 Mode = Literal["off", "observe", "enforce"]
 MODES = ("off", "observe", "enforce")
@@ -78,8 +77,7 @@ def settle(
         return off
     try:
         nonce = uuid.uuid4().hex
-        join = valid(
-            Join,
+        join = Join(
             ranks=ranks,
             layout=layout,
             groups=_of_each(groups, ranks),
@@ -99,10 +97,13 @@ def settle(
             namespace=_name(
                 "KVACCORD_NAMESPACE", namespace or env.get("KVACCORD_NAMESPACE") or "default"
             ),
-            engine=_name("KVACCORD_ENGINE", engine or env.get("KVACCORD_ENGINE", "")),
+            # Nobody else hears the name of an engine that is alone.
+            engine=_name(
+                "KVACCORD_ENGINE", engine or env.get("KVACCORD_ENGINE") or ("" if url else "alone")
+            ),
             url=url,
             join=join,
-            patience_s=_seconds("KVACCORD_PATIENCE_S") if patience_s is None else patience_s,
+            patience_s=_seconds("KVACCORD_PATIENCE_S", patience_s),
             token=_token("KVACCORD_TOKEN"),
             ca_file=env.get("KVACCORD_CA_FILE", "").strip(),
             trust_env=trust_env,
@@ -113,19 +114,6 @@ def settle(
             log.info("not observed: %s", fault)
             return off
         raise
-
-
-def valid(kind: type[M], **fields: Any) -> M:
-    """A message, or Invalid with its first fault in one sentence."""
-    try:
-        return kind(**fields)
-    except ValidationError as fault:
-        first = fault.errors(include_url=False)[0]
-        field = ".".join(map(str, first["loc"])) or None
-        raise Invalid(
-            f"{field}: {first['msg']}" if field else first["msg"],
-            field=field or first.get("ctx", {}).get("field"),
-        ) from None
 
 
 def _of_each(
@@ -174,6 +162,11 @@ def _name(variable: str, template: str) -> str:
             )
         return value
 
+    if not template:
+        raise Invalid(
+            f"{variable} is not set and join() names no engine; set it, or give join(engine=…)",
+            field=variable,
+        )
     name = re.sub(r"\{(POD_NAME|HOSTNAME|LWS_GROUP_INDEX)\}", expanded, template)
     try:
         return TypeAdapter[str](EngineWord).validate_python(name)
@@ -210,18 +203,19 @@ def _launch(launch: Launch | str | None, world_size: int, nonce: str) -> Launch:
     return launch_from(os.environ, world_size=world_size, nonce=nonce)
 
 
-def _seconds(variable: str) -> float | None:
-    text = os.environ.get(variable, "").strip()
-    if not text:
+def _seconds(variable: str, given: float | None) -> float | None:
+    """What the caller gave, else what the variable says, else None."""
+    said = os.environ.get(variable, "").strip() if given is None else str(given)
+    if not said:
         return None
     try:
-        seconds = float(text)
+        seconds = float(said)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
         raise Invalid(
-            f"{variable} is {text!r}; it must be a number of seconds above 0",
+            f"{variable} is {said!r}; it must be a number of seconds above 0",
             field=variable,
-            value=text,
+            value=said,
         )
     return seconds

@@ -53,7 +53,8 @@ def _said(fault: BaseException) -> str:
 
 # What follows these words is hidden, unless it is a plain number: max_num_batched_tokens=8192.
 _NAMED = re.compile(
-    r"(?i)((?:token|secret|passw(?:or)?d|api[_-]?key|authorization|credential|private[_-]?key)s?"
+    r"(?i)((?:token|secret|passw(?:or)?d|passphrase|authorization|credential|cookie|(?<=[?&])sig"
+    r"|(?:api|private|secret|access|account)[_-]?key)s?"
     r"[\"']?\s*[=:]\s*(?:(?:bearer|basic)\s+)?[\"']?)(?!\d+(?:[\s\"',;&)\]}]|$))[^\s\"',;&]+"
 )
 _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/-]{8,}=*")
@@ -64,14 +65,16 @@ _BY_FORM = re.compile(
     r"|github_pat_[A-Za-z0-9_]{20,}|AKIA[A-Z0-9]{16}|xox[abprs]-[A-Za-z0-9-]{10,}"
     r"|eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]*)"
 )
+_PEM = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*-----|$)", re.DOTALL)
 _SECRET_KEY = re.compile(
-    r"(?i)(?:^|[ ._/-])(?:token|secret|passw(?:or)?d|api[_-]?key|credentials?|authorization"
-    r"|private[_-]?key|secret[_-]?key|access[_-]?key)$"
+    r"(?i)(?:^|[ ._/-])(?:token|secret|passw(?:or)?d|passphrase|credentials?|authorization"
+    r"|(?:api|private|secret|access|account)[_-]?key)$"
 )
 
 
 def masked(text: str) -> str:
     """A text without what looks like a secret: a cause is shown to every rank, and kept."""
+    text = _PEM.sub("***", text)
     text = _NAMED.sub(r"\1***", text)
     text = _BEARER.sub(r"\1 ***", text)
     text = _IN_URL.sub(r"\1***@", text)

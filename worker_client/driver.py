@@ -7,14 +7,12 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvaccord.errors import Problem, RoundEnded
 from worker_client.arguments import Arguments
 from worker_client.flow import (
     Answer,
-    Aside,
     Attach,
     Call,
     Detach,
@@ -41,7 +39,9 @@ class Abandoned(Exception):
 class Line:
     """What both drivers hold: a wire, and the session once a seat is taken."""
 
-    def __init__(self, wire: Wire, told: Callable[[RoundEnded | Problem], None] | None) -> None:
+    def __init__(
+        self, wire: Wire, told: Callable[[RoundEnded | Problem], None] | None = None
+    ) -> None:
         self.wire = wire
         self.session: Session | None = None
         self.early_phase: bytes | None = None  # said before there was a session to send it
@@ -143,8 +143,6 @@ class Driver(Line):
                     self.detach(0.0)
             case Detach(wait_s):
                 self.detach(wait_s)
-            case Aside(steps, within_s):
-                self._aside(steps, within_s)
         return Answer(time.monotonic())
 
     def _hear(self, what: What, timeout_s: float, *, through_cuts: bool) -> Answer:
@@ -156,19 +154,3 @@ class Driver(Line):
         if self.session is not None:
             self.session.close(wait_s=wait_s)
         self.wire.close()
-
-    def _aside(self, steps: Flow[Any], within_s: float) -> None:
-        # In a thread of its own: looking up a name has no timeout, and the exit must go on.
-        goodbye = threading.Thread(
-            target=self._quietly, args=(steps,), name="kvaccord-goodbye", daemon=True
-        )
-        try:
-            goodbye.start()
-        except RuntimeError:  # the interpreter is ending and starts no more threads
-            self._quietly(steps)
-        else:
-            goodbye.join(within_s)
-
-    def _quietly(self, steps: Flow[Any]) -> None:
-        with suppress(Exception):  # a goodbye that fails is one that was not heard
-            self.run(steps)

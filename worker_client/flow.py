@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NoReturn, TypeVar, cast
+from typing import Literal, NoReturn, TypeVar, cast
 
 from kvaccord.decision import Decision, Frozen, Outcome
 from kvaccord.errors import (
@@ -19,6 +19,7 @@ from kvaccord.errors import (
     Invalid,
     NoVerdict,
     Problem,
+    Refused,
     Retryable,
     Unavailable,
 )
@@ -30,6 +31,9 @@ from worker_client.reading import decision_in, object_in, outcome_in, problem_in
 BACKOFF_MIN_S, BACKOFF_MAX_S = 0.2, 5.0
 CALL_S = 10.0  # an answer that does not wait for other ranks is due by then
 LONG_POLL_S = 25.0  # the server's cap of wait_s
+ANSWER_S = 1.0  # what an answer may take beside the wait that was asked for
+PACE_S = 0.2  # between calls that do not wait, where no session brings the news
+LEAST_S = 0.1  # a try with less time than this only says that it had none
 GRACE_S = 60.0  # how much longer than the server's own ends a client waits
 ENTER_S = 1860.0  # before the server has said its own: the default gather end + GRACE_S
 SAY_S = 1.8  # a goodbye to a dead coordinator may delay an exit by 2 s, threads included
@@ -45,7 +49,7 @@ What = Literal["decision", "outcome"]
 
 @dataclass(frozen=True)
 class Call:
-    """An HTTP request. The Answer has status, headers and body, or error when none came."""
+    """An HTTP request. The Answer has status, headers and body, or error when none came in time."""
 
     method: str
     path: str
@@ -92,15 +96,7 @@ class Detach:
     wait_s: float
 
 
-@dataclass(frozen=True)
-class Aside:
-    """Perform these steps for so long at most; what goes wrong there does not matter here."""
-
-    steps: Flow[Any]
-    within_s: float
-
-
-Effect = Call | Sleep | Hear | Attach | Detach | Aside
+Effect = Call | Sleep | Hear | Attach | Detach
 
 
 @dataclass(frozen=True)
@@ -172,6 +168,8 @@ def _in_earnest(answer: Answer) -> None:
         if "html" in answer.headers.get("content-type", ""):
             raise _Again(f"answered {answer.status} with a page of HTML: no coordinator is there")
         return
+    if 300 <= answer.status < 400:
+        raise _redirected(answer)
     problem = problem_in(answer.status, answer.body)
     if problem is not None and not isinstance(problem, Unavailable | Retryable):
         raise problem
@@ -179,12 +177,21 @@ def _in_earnest(answer: Answer) -> None:
     said = f"answered {answer.status}"
     if problem is not None:
         said += f" {problem}"
-    elif 300 <= answer.status < 400:
-        target = answer.headers.get("location", "elsewhere")[:200]
-        said += f", a redirect to {target}, which is not followed: no coordinator redirects"
     elif "html" in answer.headers.get("content-type", ""):
         said += " with a page of HTML: something else answers there"
     raise _Again(said, retry_after_s)
+
+
+def _redirected(answer: Answer) -> Refused | _Again:
+    """No redirect is followed: tokens go only where they were sent. One for good stays one."""
+    target = answer.headers.get("location", "")[:200]
+    said = (
+        f"answered {answer.status}, a redirect to {target or 'nowhere'}, which is not followed: no"
+        " coordinator redirects; set KVACCORD_URL to the coordinator's own http://HOST:PORT"
+    )
+    if answer.status in (301, 308):
+        return Refused(said, field="KVACCORD_URL", value=target)
+    return _Again(said)
 
 
 @dataclass
@@ -235,6 +242,8 @@ class _Patience:
         self.pause_s, at_most_s = min(self.pause_s * 2, BACKOFF_MAX_S), self.pause_s
         answer = yield Sleep(min(at_most_s, self.left_s - after_s), after_s, unless)
         self.now_s = answer.now_s
+        if self.left_s < LEAST_S and answer.document is None and answer.problem is None:
+            self.end()
         return answer
 
     def end(self) -> NoReturn:
@@ -394,13 +403,14 @@ def _settle(
         patience.now_s = news.now_s
         if patience.left_s <= 0:
             patience.end()
-        wait_s = 0.0 if news.attached else min(LONG_POLL_S, patience.left_s)
+        # What is waited for there must still be answered before patience ends here.
+        wait_s = 0.0 if news.attached else max(0.0, min(LONG_POLL_S, patience.left_s - ANSWER_S))
         answer = yield Call(
             "PUT",
             f"{seat.path}/{noun}?wait_s={wait_s:.3f}",
             body,
             {**seat.headers, "Content-Type": "application/json"},
-            timeout_s=min(wait_s + CALL_S, patience.left_s + 1.0),
+            timeout_s=min(wait_s + CALL_S, patience.left_s),
         )
         asked_s = patience.now_s
         patience.answered(answer)
@@ -418,9 +428,11 @@ def _settle(
             news = yield from patience.pause(_Again(f"answered garbage: {fault}"), unless=what)
             continue
         patience.lengthen(remaining_s + GRACE_S)
-        if wait_s and answer.now_s - asked_s < min(wait_s, 1.0):
-            # Told to wait, it did not: it is draining, or something in between does not wait.
-            news = yield Sleep(1.0, unless=what)
+        pace_s = max(PACE_S, min(wait_s, 1.0))
+        if not news.attached and answer.now_s - asked_s < pace_s:
+            # It did not wait: it is draining, or something in between does not, or it was not told
+            # to, since patience is about to end.
+            news = yield Sleep(min(pace_s, max(0.0, patience.left_s)), unless=what)
         else:
             news = yield Hear(what, max(0.0, min(LONG_POLL_S, patience.left_s)))
 

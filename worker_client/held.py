@@ -118,12 +118,17 @@ class Held:
         self, fault: BaseException | None, text: str = "", retryable: bool = True
     ) -> None:
         process.let_go(self)
-        if self._steps.objected:
+        if not self._steps.objected:
+            return
+        end = self._steps.end
+        if end is not None:
+            said, retryable = end.sentence, end.retryable
+            if fault is not None and not self._steps.is_first_cause(end):
+                fault.add_note(f"kvaccord: {said}")
+        else:
             text = text or (cause_text(first_cause(fault)) if fault else "")
-            self._stopper.objected(
-                f"{self.engine} round {self.round}: this process objected: {text}",
-                retryable=retryable,
-            )
+            said = f"{self.engine} round {self.round}: this process objected: {text}"
+        self._stopper.objected(said, retryable=retryable)
 
     def _has_entered(self) -> None:
         disarm_all(but=self._stopper)

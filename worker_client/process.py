@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from kvaccord.errors import Invalid
+from worker_client import stopping
 
 
 class Held(Protocol):
@@ -48,6 +49,7 @@ def _exiting() -> None:
     fault = getattr(sys, "last_value", None)
     while _held:
         _held.pop()._process_ends(fault if isinstance(fault, BaseException) else None)
+    stopping.watch_the_end()
 
 
 class OneAtATime:

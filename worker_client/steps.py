@@ -9,25 +9,27 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import BaseModel
 
-from kvaccord.decision import Decision
+from kvaccord.decision import Decision, Frozen
 from kvaccord.errors import Failed, Invalid, NoVerdict, RoundEnded, Superseded
 from kvaccord.layout import named
 from kvaccord.messages import Applied, Leave, Report, Veto
 from worker_client import alone, flow
-from worker_client.arguments import Arguments, valid
+from worker_client.arguments import Arguments
 from worker_client.causes import cause_text, first_cause, masked, masked_inputs
-from worker_client.flow import Aside, Attach, Detach, Fit, Flow, Seat, Standing
+from worker_client.flow import Attach, Detach, Fit, Flow, Hear, Seat, Standing
 
 ATTACH_S = 1.0  # join returns with the session up, or without it after so long
 SEALED_CLOSE_S = 1.0
 LEFT_CLOSE_S = 0.2
+GOODBYE_S = 2.0  # a coordinator that is dead or slow delays an exit by no more
+VERDICT_S = 1.0  # the round waits grace_s (0.5) for other causes before it ends
 LONG = 16384  # characters of a text or trace, before it is masked and cut to its size
-GOODBYE_S = 2.0  # a dead coordinator delays an exit by no more
 
 Reports = Report | Mapping[int, Report]
 Built = Mapping[str, int] | Mapping[int, Mapping[str, int]]
@@ -74,6 +76,7 @@ class Steps:
         self.serves = False
         self.gone = False  # this process's part has ended, and that was said as far as it could be
         self.objected = False  # it ended with its own no
+        self.end: Frozen | None = None  # and this is what the round then ended with
 
     @property
     def alone(self) -> bool:
@@ -116,7 +119,7 @@ class Steps:
             raise Invalid("applied() before report() has returned a plan", field="built")
         if built is None:
             raise Invalid("applied() needs what was built: built={class: entries}", field="built")
-        applied = valid(Applied, digest=self.decision.digest, built=dict(built))
+        applied = Applied(digest=self.decision.digest, built=dict(built))
         if self.seat is not None:
             yield from flow.build(
                 self.seat,
@@ -165,8 +168,7 @@ class Steps:
     def veto(
         self, text: str, *, rank: int | None, code: str | None, retryable: bool, trace: str | None
     ) -> Flow[None]:
-        veto = valid(
-            Veto,
+        veto = Veto(
             rank=self.ranks[0] if rank is None else rank,
             code=code,
             # Cut first: searching megabytes for secrets would hold the others up.
@@ -178,9 +180,7 @@ class Steps:
         yield from self._say("veto", veto)
 
     def leave(self, reason: str | None) -> Flow[None]:
-        yield from self._say(
-            "leave", valid(Leave, reason=masked(reason)[:1024] if reason else None)
-        )
+        yield from self._say("leave", Leave(reason=masked(reason)[:1024] if reason else None))
 
     def going(self, fault: BaseException | None, *, reason: str = "") -> Flow[None]:
         """Say why this process goes, unless it is said."""
@@ -207,9 +207,22 @@ class Steps:
     def _say(self, noun: Literal["veto", "leave"], message: Veto | Leave) -> Flow[None]:
         self.gone = True
         if self.seat is not None:
-            said = flow.say(self.seat, noun, as_bytes(message), now_s=time.monotonic())
-            yield Aside(said, GOODBYE_S)
+            now_s = time.monotonic()
+            answer = yield from flow.say(self.seat, noun, as_bytes(message), now_s=now_s)
+            if self.objected and answer is not None and answer.status in (200, 202):
+                # Whoever goes before the verdict breaks the collectives of those who have not
+                # heard the cause yet; and who raises because another has gone learns why.
+                left_s = max(0.0, now_s + GOODBYE_S - time.monotonic())
+                what: flow.What = "decision" if self.decision is None else "outcome"
+                news = yield Hear(what, min(VERDICT_S, left_s))
+                self.end = news.document
         yield Detach(LEFT_CLOSE_S)
+
+    def is_first_cause(self, end: Frozen) -> bool:
+        """Whether a rank of this process was the first to object."""
+        with suppress(LookupError, TypeError, ValueError):
+            return end.causes[0].get("rank") in self.ranks
+        return True
 
     # --- what must be so ------------------------------------------------------------------------
 

@@ -19,6 +19,9 @@ from kvaccord.decision import Decision, Outcome
 from kvaccord.errors import Problem, Refused, RoundEnded
 
 RETRYABLE, FINAL = 75, 70  # EX_TEMPFAIL and EX_SOFTWARE. Source: sysexits.h
+# Whoever objected goes after those whom it told: its end breaks their collectives, and they would
+# die of that, in words that name nobody.
+LAST_S = 0.5
 STDERR = 2  # the descriptor itself: sys.stderr may be replaced, closed, or held by another thread
 
 log = logging.getLogger(__name__)
@@ -27,6 +30,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Exit:
     """on_stop: end this process grace_s after the news, unless it has ended by then.
+
+    A process that objected itself ends 0.5 s later than that, after those whom it told.
 
     The cause goes to stderr at once, in one line; after grace_s the stacks of all threads follow,
     then the process exits with 75 when the start may simply be repeated, else 70, or with `code`.
@@ -51,6 +56,15 @@ def disarm_all(*, but: Stopper) -> None:
             stopper.disarm()
 
 
+def watch_the_end() -> None:
+    """Called as the interpreter ends: no thread of Python runs from then on, but one of C does."""
+    for stopper in _armed:
+        if (until_s := stopper.until_s) is not None:
+            with contextlib.suppress(Exception):
+                left_s = max(0.1, until_s - time.monotonic())
+                faulthandler.dump_traceback_later(left_s, exit=True, file=STDERR)
+
+
 class Stopper:
     """Acts once, in a thread of its own, on the first end of a round that it is told."""
 
@@ -59,6 +73,7 @@ class Stopper:
             raise TypeError(f"on_stop is {on_stop!r}; give 'raise', Exit(grace_s) or a function")
         self._on_stop = on_stop
         self._told = False
+        self.until_s: float | None = None  # when Exit ends this process
         self._disarmed = threading.Event()
         self._lock = threading.Lock()
 
@@ -74,26 +89,30 @@ class Stopper:
     def objected(self, text: str, *, retryable: bool = True) -> None:
         """The round ends by this process's own no; only Exit cares: its teardown may hang too."""
         if isinstance(self._on_stop, Exit):
-            self._act(None, text, retryable)
+            self._act(None, text, retryable, more_s=LAST_S)
 
     def disarm(self) -> None:
         """The program goes on as a new attempt of its own."""
         self._disarmed.set()
 
-    def _act(self, told: Told | None, sentence: str, retryable: bool) -> None:
+    def _act(
+        self, told: Told | None, sentence: str, retryable: bool, *, more_s: float = 0.0
+    ) -> None:
         if self._on_stop == "raise":
             return
         with self._lock:
             if self._told:
                 return
             self._told = True
-        _armed.append(self)
         if isinstance(self._on_stop, Exit):
-            target, args = self._exit, (self._on_stop, sentence, retryable)
+            grace_s = self._on_stop.grace_s + more_s
+            self.until_s = time.monotonic() + grace_s
+            target, args = self._exit, (sentence, retryable, grace_s, self._on_stop.code)
             name = "kvaccord-exit"
         else:
             target, args = self._call_back, (self._on_stop, told)  # type: ignore[assignment]
             name = "kvaccord-stop"
+        _armed.append(self)
         thread = threading.Thread(target=target, args=args, name=name, daemon=True)
         with contextlib.suppress(RuntimeError):  # the interpreter is ending: so is the process
             thread.start()
@@ -104,15 +123,15 @@ class Stopper:
         except Exception:  # a callback of theirs must not end the thread that keeps us present
             log.exception("on_stop %r", callback)
 
-    def _exit(self, how: Exit, sentence: str, retryable: bool) -> None:
+    def _exit(self, sentence: str, retryable: bool, grace_s: float, code: int | None) -> None:
         line = " ".join(sentence.split())[:2000]
-        _write(f"kvaccord: {line}; this process ends within {how.grace_s:g} s\n")
-        until_s = time.monotonic() + how.grace_s
-        while (left_s := until_s - time.monotonic()) > 0:
+        _write(f"kvaccord: {line}; this process ends within {grace_s:g} s\n")
+        assert self.until_s is not None, "it was set before this thread began"
+        while (left_s := self.until_s - time.monotonic()) > 0:
             if self._disarmed.wait(left_s):
                 return
-        code = how.code if how.code is not None else RETRYABLE if retryable else FINAL
-        _write(f"kvaccord: exits with {code}: still there after {how.grace_s:g} s; its stacks:\n")
+        code = (RETRYABLE if retryable else FINAL) if code is None else code
+        _write(f"kvaccord: exits with {code}: still there after {grace_s:g} s; its stacks:\n")
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(file=STDERR, all_threads=True)
         os._exit(code)

@@ -32,11 +32,13 @@ from kvaccord.errors import PROBLEMS
 from kvaccord.layout import Layout
 from kvaccord.messages import Report
 from kvaccord.plan import agreed_sentence, plan, plan_document
+from worker_client.aio import AsyncDriver, AsyncRendezvous
 from worker_client.arguments import Arguments, settle
 from worker_client.client import Rendezvous
-from worker_client.driver import Driver, wire_of
-from worker_client.flow import Answer, Call, Effect
+from worker_client.driver import Driver
+from worker_client.flow import Answer, Call
 from worker_client.stopping import OnStop
+from worker_client.wire import Trace, Wire
 
 # --- a coordinator, and the way to it -----------------------------------------------------------
 
@@ -319,6 +321,7 @@ FAILED = EITHER | {
     "inputs_disagree",
     "implausible_report",
     "spread_too_wide",
+    "plan_too_large",
     "rank_vetoed",
 }
 ABORTED = EITHER | {"apply_failed", "applied_differently"}
@@ -328,6 +331,7 @@ FINAL = {
     "inputs_disagree",
     "implausible_report",
     "spread_too_wide",
+    "plan_too_large",
     "applied_differently",
     "cancelled",
 }
@@ -347,6 +351,7 @@ class Scripted:
     """Stands for `Rendezvous.join`: the one who joins hears what the script says. No socket.
 
         monkeypatch.setattr(my_engine.Rendezvous, "join", scripted("rank_lost").join)
+        monkeypatch.setattr(my_engine.AsyncRendezvous, "join", scripted("rank_lost").async_join)
 
     code: any verdict, abort or refusal code, "agreed", or "no_verdict".
     at: "report" or "applied", where both can be meant; "join" for a refusal.
@@ -365,12 +370,24 @@ class Scripted:
 
     def join(self, *, on_stop: OnStop = "raise", **fields: Any) -> Rendezvous:
         """As Rendezvous.join; the coordinator's address is of no matter."""
-        names = inspect.signature(settle).parameters
-        given: dict[str, Any] = dict.fromkeys(names)
-        given |= {"trust_env": False, "patience_s": 0.1, "engine": "scripted"} | fields
-        given |= {"url": "http://scripted.invalid", "launch": given["launch"] or "scripted"}
-        said = settle(**given)
-        return Rendezvous._entered(said, on_stop, _ScriptedDriver(self, said))
+        said = _settled(fields)
+        driver = Driver(_ScriptedWire(self, said))
+        driver.holds_sessions = False
+        return Rendezvous._entered(said, on_stop, driver)
+
+    async def async_join(self, *, on_stop: OnStop = "raise", **fields: Any) -> AsyncRendezvous:
+        """As AsyncRendezvous.join, likewise."""
+        said = _settled(fields)
+        driver = AsyncDriver(_ScriptedWire(self, said))
+        driver.holds_sessions = False
+        return await AsyncRendezvous._entered(said, on_stop, driver)
+
+
+def _settled(fields: dict[str, Any]) -> Arguments:
+    given: dict[str, Any] = dict.fromkeys(inspect.signature(settle).parameters)
+    given |= {"trust_env": False, "patience_s": 0.1, "engine": "scripted"} | fields
+    given |= {"url": "http://scripted.invalid", "launch": given["launch"] or "scripted"}
+    return settle(**given)
 
 
 def scripted(code: str, *, at: str | None = None) -> Scripted:
@@ -378,19 +395,13 @@ def scripted(code: str, *, at: str | None = None) -> Scripted:
     return Scripted(code, at=at)
 
 
-class _ScriptedDriver(Driver):
+class _ScriptedWire(Wire):
     def __init__(self, script: Scripted, said: Arguments) -> None:
-        super().__init__(wire_of(said))
-        self.holds_sessions = False
+        super().__init__(said.url)
         self._script = script
         self._arguments = said
 
-    def _perform(self, effect: Effect) -> Answer:
-        if isinstance(effect, Call):
-            return self._answer(effect)
-        return super()._perform(effect)
-
-    def _answer(self, call: Call) -> Answer:
+    def perform(self, call: Call, trace: Trace | None = None) -> Answer:
         script = self._script
         word = call.path.partition("?")[0].rpartition("/")[2]
         step = {"reports": "report", "claim": "join"}.get(word, word)

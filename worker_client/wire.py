@@ -9,7 +9,8 @@ import ssl
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +36,68 @@ KEEP_ALIVE = [
 ]
 
 Trace = Callable[[str, dict[str, Any]], None]
+
+# How far a call had come when its time was up, by the last of these that httpcore had begun.
+REACHED = {
+    "connection.connect_tcp.started": "the host was not found or not reached",
+    "connection.start_tls.started": "it did not agree on TLS",
+    "http11.send_request_headers.started": "it did not take the call",
+    "http11.receive_response_headers.started": "it took the call and sent no whole answer",
+    "http11.receive_response_body.started": "its answer had no end",
+}
+
+
+class Begun:
+    """A call under way in a thread of its own.
+
+    Nothing else bounds it: looking up a name has no limit, and an answer that trickles in byte by
+    byte gives each read its whole time anew.
+    """
+
+    def __init__(self, wire: Wire, call: Call) -> None:
+        self.answer: Future[Answer] = Future()
+        self.answer.set_running_or_notify_cancel()
+        self._wire, self._call = wire, call
+        self._reached = "it was not begun"
+        self._given_up = False
+        self._thread = threading.Thread(target=self._perform, name="kvaccord-call", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # the interpreter is ending, or there is no thread left
+            self._perform()
+
+    def wait(self) -> Answer:
+        """Block until it is answered or its time is up."""
+        try:
+            answer = self.answer.result(self._call.timeout_s)
+        except TimeoutError:
+            return self.late()
+        with contextlib.suppress(RuntimeError):  # it was never started
+            self._thread.join()  # it has nothing left to do, and callers may count their threads
+        return answer
+
+    def late(self) -> Answer:
+        """What is said once its time is up."""
+        error = f"no answer within {self._call.timeout_s:.1f} s: {self._reached}"
+        return Answer(time.monotonic(), error=error)
+
+    def give_up(self) -> None:
+        """Nobody waits for it any more: it must not be sent later, nor its thread stay."""
+        self._given_up = True
+        if not self.answer.done():
+            self._wire.cut_calls()
+
+    def _perform(self) -> None:
+        try:
+            self.answer.set_result(self._wire.perform(self._call, self._trace))
+        except BaseException as fault:
+            self.answer.set_exception(fault)
+
+    def _trace(self, event: str, info: dict[str, Any]) -> None:
+        self._reached = REACHED.get(event, self._reached)
+        self._wire.trace(event, info)
+        if self._given_up and event == "http11.send_request_headers.started":
+            raise RuntimeError("given up")
 
 
 class Wire:
@@ -62,38 +125,47 @@ class Wire:
         self._made: httpx.Client | None = None
         self._making = threading.Lock()
         self._sockets: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def options(self) -> dict[str, Any]:
-        """What httpx's clients are made with, blocking or awaited, beside their transport."""
-        headers = {"Accept-Encoding": "identity"}
-        if self.token:
-            headers["Authorization"] = f"Bearer {self.token}"
-        return {
-            "base_url": self.address,
-            "trust_env": self.trust_env,
-            "headers": headers,
-            "verify": self.verify(),
-        }
-
-    def verify(self) -> ssl.SSLContext | bool:
-        # Loading the CA bundle costs 30 ms and more; nothing is verified over http://.
-        return tls_context(self.ca_file, self.trust_env) if self._https else False
+        self._streams: weakref.WeakSet[Any] = weakref.WeakSet()  # those of them that are held open
 
     @property
     def _client(self) -> httpx.Client:
-        with self._making:  # the session's thread may be first, or the caller's
+        with self._making:  # the session's thread may be first, or a call's
             if self._made is None:
-                options = self.options()
-                if not self.trust_env:  # with a transport of its own httpx asks no proxy variable
-                    options["transport"] = httpx.HTTPTransport(
-                        verify=options["verify"], trust_env=False, socket_options=KEEP_ALIVE
-                    )
-                self._made = httpx.Client(**options)
+                self._made = self._make()
             return self._made
 
+    def _make(self) -> httpx.Client:
+        headers = {"Accept-Encoding": "identity"}
+        if self.token:
+            headers["Authorization"] = f"Bearer {self.token}"
+        # Loading the CA bundle costs 30 ms and more; nothing is verified over http://.
+        verify = tls_context(self.ca_file, self.trust_env) if self._https else False
+        if not self.trust_env:  # with a transport of its own httpx asks no proxy variable
+            transport = httpx.HTTPTransport(
+                verify=verify, trust_env=False, socket_options=KEEP_ALIVE
+            )
+            return httpx.Client(
+                base_url=self.address, headers=headers, trust_env=False, transport=transport
+            )
+        try:
+            return httpx.Client(base_url=self.address, headers=headers, verify=verify)
+        except (httpx.InvalidURL, ValueError, ImportError) as fault:
+            raise Invalid(
+                f"trust_env is on and a proxy variable cannot be used: {fault}; correct"
+                " HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY, or leave trust_env off",
+                field="trust_env",
+            ) from None
+
     def call(self, call: Call) -> Answer:
-        """Perform a call. Whatever goes wrong on the way is an Answer with error."""
-        deadline_s = time.monotonic() + call.timeout_s
+        """Perform a call within its time. What goes wrong on the way is an Answer with error."""
+        begun = Begun(self, call)
+        try:
+            return begun.wait()
+        finally:
+            begun.give_up()
+
+    def perform(self, call: Call, trace: Trace | None = None) -> Answer:
+        """As call(), and it may take longer: for threads that nobody waits for."""
         try:
             with self._client.stream(
                 call.method,
@@ -101,13 +173,12 @@ class Wire:
                 content=call.body,
                 headers=dict(call.headers),
                 timeout=httpx.Timeout(call.timeout_s, connect=min(call.timeout_s, CONNECT_S)),
-                extensions={"trace": self.tracing()},
+                extensions={"trace": trace or self.trace},
             ) as response:
                 body = bytearray()
                 for part in response.iter_raw():
                     body += part
-                    # The timeout above is per read: an answer may trickle past it for ever.
-                    if len(body) > ANSWER_MAX_BYTES or time.monotonic() > deadline_s:
+                    if len(body) > ANSWER_MAX_BYTES:
                         raise httpx.ReadError(f"no end of the answer after {len(body)} bytes")
         # RuntimeError: closed meanwhile. UnicodeError: a host name that no name service takes.
         except (httpx.HTTPError, RuntimeError, UnicodeError) as fault:
@@ -124,35 +195,37 @@ class Wire:
         opened: Callable[[socket.socket], None],
     ) -> Iterator[httpx.Response]:
         """Hold a response open. `opened` is told the socket before the first byte comes."""
+
+        def holds(connected: socket.socket) -> None:
+            self._streams.add(connected)
+            opened(connected)
+
+        def trace(event: str, info: dict[str, Any]) -> None:
+            if (connected := self.trace(event, info)) is not None:
+                holds(connected)
+
         with self._client.stream(
             "GET",
             path,
             headers=headers,
             timeout=httpx.Timeout(read_s, connect=CONNECT_S),
-            extensions={"trace": self.tracing(opened)},
+            extensions={"trace": trace},
         ) as response:
             # A connection of the pool was traced when it was opened, for another call.
-            opened(response.extensions["network_stream"].get_extra_info("socket"))
+            holds(response.extensions["network_stream"].get_extra_info("socket"))
             yield response
 
-    def tracing(self, opened: Callable[[socket.socket], None] | None = None) -> Trace:
-        """A trace for httpx that remembers every socket, for a child that is forked later."""
-
-        def trace(event: str, info: dict[str, Any]) -> None:
-            if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
-                self.remember(connected := info["return_value"].get_extra_info("socket"))
-                if opened is not None:
-                    opened(connected)
-
-        return trace
-
-    def remember(self, connected: socket.socket) -> None:
-        if isinstance(connected, socket.socket):  # asyncio shows a stand-in, of calls alone
-            self._sockets.add(connected)
+    def trace(self, event: str, info: dict[str, Any]) -> socket.socket | None:
+        """Told by httpx what it does; remembers every socket, and returns one that is new."""
+        if event not in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            return None
+        connected: socket.socket = info["return_value"].get_extra_info("socket")
+        self._sockets.add(connected)
         if self.trust_env:  # made by httpx's own transport
             for option in KEEP_ALIVE:
                 with contextlib.suppress(OSError):
                     connected.setsockopt(*option)
+        return connected
 
     def hang_up_in_child(self) -> None:
         """Close what was inherited over a fork, so that the parent's end can be seen."""
@@ -165,12 +238,15 @@ class Wire:
         """Close all connections. A later call opens new ones."""
         with self._making:
             made, self._made = self._made, None
-        # Closing a socket does not wake a thread that reads it; shutting it down does.
-        for connected in self._known():
-            with contextlib.suppress(OSError):
-                connected.shutdown(socket.SHUT_RDWR)
+        _shut(known := self._known())
         if made is not None:
             made.close()
+        for connected in known:  # one that was just being opened is not made's yet
+            connected.close()
+
+    def cut_calls(self) -> None:
+        """End the connections of calls, and no stream."""
+        _shut(connected for connected in self._known() if connected not in self._streams)
 
     def _known(self) -> list[socket.socket]:
         # No lock: in a forked child it might be held for ever by a thread that is not there.
@@ -181,18 +257,35 @@ class Wire:
                 continue
 
 
+def _shut(sockets: Iterable[socket.socket]) -> None:
+    # Closing a socket does not wake a thread that reads it; shutting it down does.
+    for connected in sockets:
+        with contextlib.suppress(OSError):
+            connected.shutdown(socket.SHUT_RDWR)
+
+
 @functools.cache
 def tls_context(ca_file: str, trust_env: bool) -> ssl.SSLContext:
     """One for the whole process, made when the first https:// address is called."""
-    if not ca_file:
-        return httpx.create_ssl_context(verify=True, trust_env=trust_env)
+    if ca_file:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            context.load_verify_locations(ca_file)
+        except OSError as fault:  # ssl.SSLError is one
+            raise Invalid(
+                f"KVACCORD_CA_FILE is {ca_file!r}: {fault}; give a file of PEM certificates",
+                field="KVACCORD_CA_FILE",
+                value=ca_file,
+            ) from None
+        return context
     try:
-        return ssl.create_default_context(cafile=ca_file)
-    except (OSError, ssl.SSLError) as fault:
+        return httpx.create_ssl_context(verify=True, trust_env=trust_env)
+    except OSError as fault:
+        # Python itself reads SSLKEYLOGFILE, whether the environment is trusted or not.
+        variables = "SSL_CERT_FILE, SSL_CERT_DIR or SSLKEYLOGFILE" if trust_env else "SSLKEYLOGFILE"
         raise Invalid(
-            f"KVACCORD_CA_FILE is {ca_file!r}: {fault}; give a file of PEM certificates",
-            field="KVACCORD_CA_FILE",
-            value=ca_file,
+            f"TLS cannot be made ready: {fault}; correct or unset {variables}",
+            field=variables,
         ) from None
 
 
@@ -210,6 +303,8 @@ def checked(address: str) -> str:
         )
     if url.scheme not in ("http", "https") or not url.host:
         raise _no_address(address, "it has no http:// or https:// and host")
+    if url.query or url.fragment:
+        raise _no_address(address, "it has a query or fragment")
     if url.port is not None and not 0 < url.port < 2**16:  # it would wrap round
         raise _no_address(address, f"port {url.port} is not one of 1 to 65535")
     return address.rstrip("/")

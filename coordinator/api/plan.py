@@ -10,8 +10,9 @@ from pydantic import Field
 from coordinator.api.common import json_response
 from coordinator.verdict import judge_reports
 from kvaccord.errors import Invalid
+from kvaccord.faulty import Message
 from kvaccord.layout import MAX_WORLD, Groups, Layout, named
-from kvaccord.messages import Message, Rank, Report
+from kvaccord.messages import Rank, Report
 
 router = APIRouter()
 
