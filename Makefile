@@ -23,8 +23,12 @@ test: .venv/.dev
 	.venv/bin/mypy
 	.venv/bin/pytest
 
+# What takes too long for every commit. `make night` searches until it is stopped.
 nightly: test
 	.venv/bin/pytest -m nightly
+	KVACCORD_NIGHT=1 .venv/bin/pytest tests/crash --timeout 0
+	KVACCORD_EXAMPLES_TIMES=30 .venv/bin/pytest tests/properties --timeout 0
+	.venv/bin/python -m tests.crash --engines 200 --kills 100
 
 check-deploy:
 	docker compose config -q

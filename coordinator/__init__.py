@@ -1,1 +1,1 @@
-"""The coordinator: rules in round.py, the shell round them, and the HTTP edge in api/."""
+"""The coordinator: the rules in round.py and rules/, the shell round them, HTTP in api/."""

@@ -24,7 +24,7 @@ from coordinator.commands import (
     Veto,
 )
 from coordinator.engine import Engine, Member, Round, evolve_entry
-from coordinator.events import EngineName, Entry, Event, entry_from
+from coordinator.events import EngineName, Event, entry_from, entry_of
 from coordinator.policy import Policy
 from coordinator.round import decide
 from kvaccord import Layout, Report, messages, page
@@ -76,7 +76,7 @@ class Log:
         """Decide and keep. Returns the events; a Refused comes through and nothing is kept."""
         events = decide(self.engine, command)
         if events:
-            self.entries.append(Entry(events=events).to_bytes())
+            self.entries.append(entry_of(events).to_bytes())
             self.engine = evolve_entry(self.engine, entry_from(self.entries[-1]).events)
         return events
 

@@ -162,14 +162,15 @@ def codes_as_arguments(source, function, index):
 
 def verdict_codes():
     """Every code that a decision or an outcome can carry, read from the source."""
-    rules = (ROOT / "coordinator/round.py").read_text()
+    rules = [path.read_text() for path in sorted((ROOT / "coordinator/rules").glob("*.py"))]
     judge = (ROOT / "coordinator/verdict.py").read_text()
     planner = (ROOT / "kvaccord/plan.py").read_text()
     return {
-        *strings_for(rules, "code"),
-        *codes_as_arguments(rules, "_objected", 2),
-        *codes_as_arguments(rules, "_said_no", 3),
-        *codes_as_arguments(rules, "Verdict", 1),
+        *(code for file in rules for code in strings_for(file, "code")),
+        *(code for file in rules for code in codes_as_arguments(file, "objected", 2)),
+        *(code for file in rules for code in codes_as_arguments(file, "_said_no", 3)),
+        *(code for file in rules for code in codes_as_arguments(file, "Verdict", 1)),
+        *strings_for(judge, "code"),
         *codes_as_arguments(judge, "Verdict", 1),
         *codes_as_arguments(planner, "Finding", 0),
     }

@@ -33,6 +33,7 @@ from coordinator.events import (
     Reserved,
     Retired,
     Serving,
+    StillReserved,
     Suspected,
     Touch,
     Touched,
@@ -105,6 +106,9 @@ EVENTS: list[Event] = [
     Departed(round=1, attempt=1, why="left"),
     Retired(round=1, reason="moved"),
     Kept(round=1, snapshot={"number": 1}),
+    Kept(round=1, snapshot={"members": {}}, more=True),
+    StillReserved(reservations={}),
+    Floor(rounds=(1,), last_attempt=7, left_runs={"run-0": 3}),
     Floor(rounds=(1,), last_attempt=7, left_runs={"run-0": 3}, reservations={}),
 ]
 

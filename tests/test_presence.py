@@ -83,6 +83,36 @@ def test_who_comes_back_is_not_lost_and_the_older_sessions_end_is_nothing():
     run(story())
 
 
+def test_ends_that_mean_nothing_find_nothing_and_put_nothing_in_doubt():
+    async def story() -> None:
+        found: list[Finding] = []
+
+        async def keep(name: EngineName, finding: Finding) -> None:
+            found.append(finding)
+
+        presence = Presence(keep, lambda _: None, 0.3)  # as of a round that was sealed
+        connections = [presence.attach(seat(n), f"host-{n}") for n in range(10)]
+        for connection in connections:
+            presence.detach(connection, by_peer=True)
+        await asyncio.sleep(0.05)
+        assert found == []
+        assert presence.doubt_left_s == 0
+
+    run(story())
+
+
+def test_only_those_of_a_round_that_has_ended_are_forgotten():
+    async def story() -> None:
+        found = Found()
+        for n in (1, 2):
+            found.presence.detach(found.presence.attach(seat(n), "a"), by_peer=True)
+        found.presence.forget([seat(1)])
+        await asyncio.sleep(0.2)
+        assert found.lost() == [2]
+
+    run(story())
+
+
 def test_a_session_that_the_coordinator_closed_starts_no_clock():
     async def story() -> None:
         found = Found()

@@ -466,6 +466,40 @@ def test_every_append_is_synced_whatever_was_saved_in_between(path):
     run(story())
 
 
+def test_what_has_elapsed_of_many_engines_is_saved_in_one_transaction(path):
+    async def story() -> None:
+        log = SqliteLog(str(path))
+        said: list[str] = []
+        await log._run(lambda: log._db.set_trace_callback(said.append))
+        names = [EngineName("default", f"e{i}") for i in range(64)]
+        await asyncio.gather(*(log.save_elapsed(n, 1, "gather", 1.0) for n in names))
+        assert said.count("commit") == 1
+        assert [await log.elapsed(name) for name in names] == [(1, "gather", 1.0)] * 64
+        await log.close()
+
+    run(story())
+
+
+def test_after_a_commit_that_failed_the_log_is_asked_what_it_holds(path):
+    async def story() -> None:
+        log = SqliteLog(str(path))
+        await log.append(LLAMA, an_entry(), n=0)
+        other = sqlite3.connect(path)
+        other.execute("begin immediate")
+        with pytest.raises(LogUnavailable):
+            await log.append(LLAMA, an_entry(1), n=1)
+        # As a commit that was kept though it failed would have: not by this process's account.
+        other.execute("insert into entries select namespace, engine, 1, body from entries")
+        other.commit()
+        other.close()
+        with pytest.raises(LogConflict, match="holds 2 entries, not 1"):
+            await log.append(LLAMA, an_entry(1), n=1)
+        await log.append(LLAMA, an_entry(2), n=2)
+        await log.close()
+
+    run(story())
+
+
 def test_a_caller_that_goes_away_leaves_nothing_behind(path):
     async def story() -> None:
         log = SqliteLog(str(path))

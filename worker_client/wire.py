@@ -20,9 +20,9 @@ from kvaccord.errors import Invalid
 from worker_client.flow import Answer, Call
 
 CONNECT_S = 5.0
-ANSWER_MAX_BYTES = 4 * 2**20  # a decision is at most 256 KiB; whatever is larger is not ours
+ANSWER_MAX_BYTES = 4 * 2**20  # a decision is at most 512 KiB; whatever is larger is not ours
 
-# A host that vanishes is noticed within 10 s, by the kernel, also while no Python runs here.
+# A host that vanishes is noticed within 13 s, by the kernel, also while no Python runs here.
 KEEP_ALIVE = [
     (level, option, value)
     for level, name, value in (

@@ -83,6 +83,14 @@ class SessionStream(Response):
     def _facts(self) -> list[Fact]:
         return self._cell.facts[self._connection.seat.round]
 
+    def _is_for_it(self, fact: Fact) -> bool:
+        seat = self._connection.seat
+        round_ = self._cell.engine.rounds[seat.round]
+        if fact.kind == "decision" and round_.verdict == "PASSED":
+            # Who holds no slot has no part in the plan and must not build; it hears how this ends.
+            return round_.members[seat.attempt].seated
+        return self._all or fact.kind != "fact"
+
     async def _events(self) -> AsyncGenerator[bytes]:
         loop = asyncio.get_running_loop()
         yield KEEPALIVE_COMMENT  # at once: whoever reads it knows that the session is open
@@ -93,7 +101,7 @@ class SessionStream(Response):
             facts = self._facts
             if fresh := facts[bisect_right(facts, self._heard, key=lambda fact: fact.place) :]:
                 self._heard = fresh[-1].place
-                if wanted := [fact for fact in fresh if self._all or fact.kind != "fact"]:
+                if wanted := [fact for fact in fresh if self._is_for_it(fact)]:
                     yield b"".join(map(_event, wanted))
                     quiet_since_s = loop.time()
                 continue

@@ -34,6 +34,9 @@ where (excluded.round, instr('{PHASES}', excluded.phase), excluded.elapsed_s)
 """
 
 
+INSERT, ROW, MOST_ROWS = "insert into entries values ", "(?, ?, ?, ?)", 200
+
+
 @dataclass
 class _Append:
     engine: EngineName
@@ -41,6 +44,27 @@ class _Append:
     n: int
     # What its caller hears: until it is known to be durable, that it may not be.
     error: Exception | None = field(default_factory=lambda: LogUnavailable("it was not tried"))
+
+
+class _Shared:
+    """Work for the thread that is done once for all who ask for it before it begins."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._asked = False
+        self._done: asyncio.Future[None] | None = None
+
+    async def once(self, start: Callable[[Callable[[], None]], asyncio.Future[None]]) -> None:
+        if not self._asked or self._done is None:
+            self._asked = True  # first: the thread may begin at once
+            self._done = start(self._begin)
+        # Shielded: a caller that goes away leaves nothing behind for some later one.
+        await asyncio.shield(self._done)
+
+    def _begin(self) -> None:
+        # First this: what is asked for from now on may come too late for this time.
+        self._asked = False
+        self._work()
 
 
 class SqliteLog:
@@ -51,8 +75,11 @@ class SqliteLog:
 
     def __init__(self, path: str) -> None:
         self._waiting: deque[_Append] = deque()
+        self._next: dict[EngineName, int] = {}  # numbers, as far as they are known
+        self._commit, self._save = _Shared(self._commit_waiting), _Shared(self._save_elapsed)
         self._elapsed: dict[EngineName, Elapsed] = {}
         self._closed = self._failed = False
+        self._sync = ""  # the pragma as it stands
         # SQLite's calls block; one thread keeps them off the loop and in order.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvaccord-sqlite")
         try:
@@ -111,11 +138,10 @@ class SqliteLog:
     # --- writing --------------------------------------------------------------------------------
 
     async def append(self, engine: EngineName, entry: Entry, *, n: int) -> None:
+        self._refuse_if_closed()
         append = _Append(engine, entry.to_bytes(), n)
         self._waiting.append(append)
-        # The first to come to the thread commits for all that wait; the others find it done.
-        # Shielded: a caller that goes away leaves nothing behind for some later commit.
-        await asyncio.shield(self._start(self._commit_waiting))
+        await self._commit.once(self._start)
         if append.error:
             raise append.error
 
@@ -125,28 +151,41 @@ class SqliteLog:
             batch.append(self._waiting.popleft())
         if not batch:
             return
+        following: dict[EngineName, int] = {}
         try:
-            kept = self._transact(lambda: [one for one in batch if self._insert(one)])
+            kept = [one for one in batch if self._is_next(one, following)]
+            self._transact(lambda: self._insert(kept))
             self._held += len(kept)
             self._file.check()  # else it may have gone into files that nobody finds again
         except (sqlite3.Error, LogUnavailable) as error:
             for one in batch:
                 one.error = self._unavailable(error)
+                self._next.pop(one.engine, None)  # it may have been kept, or not
             return
+        self._next |= following
         self._file.acknowledge(self.store_id, self._held)
         for one in kept:
             one.error = None
 
-    def _insert(self, append: _Append) -> bool:
-        key = _key(append.engine)
-        sql = f"select coalesce(max(n) + 1, 0) from entries {ONE}"
-        (held,) = self._db.execute(sql, key).fetchone()
-        if held != append.n:
-            text = f"{append.engine}: the log holds {held} entries, not {append.n}"
-            append.error = LogConflict(text)
-            return False
-        self._db.execute("insert into entries values (?, ?, ?, ?)", (*key, held, append.body))
-        return True
+    def _is_next(self, append: _Append, following: dict[EngineName, int]) -> bool:
+        # This process alone writes the file; should it not, the primary key has the last word.
+        engine = append.engine
+        held = following.get(engine, self._next.get(engine))
+        if held is None:
+            sql = f"select coalesce(max(n) + 1, 0) from entries {ONE}"
+            (held,) = self._db.execute(sql, _key(engine)).fetchone()
+        fits = bool(held == append.n)
+        if not fits:
+            append.error = LogConflict(f"{engine}: the log holds {held} entries, not {append.n}")
+        following[engine] = held + fits
+        return fits
+
+    def _insert(self, kept: list[_Append]) -> None:
+        # One statement: each gives the interpreter away to the loop, and waits to have it back.
+        for at in range(0, len(kept), MOST_ROWS):
+            some = kept[at : at + MOST_ROWS]
+            values = [value for one in some for value in (*_key(one.engine), one.n, one.body)]
+            self._db.execute(INSERT + ", ".join([ROW] * len(some)), values)
 
     async def drop(self, engine: EngineName, below: int) -> None:
         key = _key(engine)
@@ -157,7 +196,10 @@ class SqliteLog:
         self, engine: EngineName, round: int, phase: str, elapsed_s: float
     ) -> None:
         self._elapsed[engine] = further((round, phase, elapsed_s), self._elapsed.get(engine))
-        await self._run(self._save_elapsed)
+        try:
+            await self._save.once(self._start)
+        except sqlite3.Error as error:
+            raise self._unavailable(error) from error
 
     def _save_elapsed(self) -> None:
         rows = []
@@ -177,7 +219,9 @@ class SqliteLog:
             if busy:
                 raise LogUnavailable(f"{self._file.path}: a reader delays recovery; end it")
             self._failed = False
-        self._db.execute(f"pragma synchronous = {sync}")
+        if sync != self._sync:
+            self._db.execute(f"pragma synchronous = {sync}")
+            self._sync = sync
         self._db.execute("begin immediate")
         try:
             answer = work()
@@ -206,9 +250,12 @@ class SqliteLog:
         finally:
             self._file.release()
 
-    def _start(self, work: Callable[[], T]) -> asyncio.Future[T]:
+    def _refuse_if_closed(self) -> None:
         if self._closed:
             raise LogUnavailable(f"{self._file.path} has been closed: the coordinator stops")
+
+    def _start(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        self._refuse_if_closed()
         return asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _run(self, work: Callable[[], T]) -> T:

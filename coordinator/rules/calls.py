@@ -13,7 +13,7 @@ from coordinator.rules.settling import newly_touched, objected, settle
 from kvaccord import messages
 from kvaccord.canonical import digest
 from kvaccord.decision import Decision
-from kvaccord.errors import Conflict, Invalid, Superseded
+from kvaccord.errors import Conflict, DuplicateRank, Invalid, Superseded
 from kvaccord.layout import named
 from kvaccord.messages import Report, cut
 
@@ -54,6 +54,15 @@ def on_submit(engine: Engine, command: Submit) -> tuple[Event, ...]:
                     value=str(rank),
                 )
         return ()
+    if round_.verdict == "PASSED" and not member.seated:
+        # Told PASSED, it would build by a plan that it has no part in.
+        raise DuplicateRank(
+            f"{named(member.ranks)} on {member.join.host} (pid {member.join.pid}): holds no slot of"
+            f" round {round_.number}, which was agreed without it; this process must exit",
+            rank=member.ranks[0],
+            field="ranks",
+            value=str(member.ranks[0]),
+        )
     if round_.verdict or member.gone or not member.seated:
         return ()
     return settle(

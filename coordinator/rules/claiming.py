@@ -69,7 +69,9 @@ def _claim_of_this_launch(
     engine: Engine, command: Claim, reserved: Reservation, last: Round
 ) -> tuple[Event, ...]:
     join = reserved.join
-    taken = [last.members[last.slots[r]] for r in join.ranks if r in last.slots]
+    # Once each: a process may hold several of these ranks.
+    holders = dict.fromkeys(last.slots[r] for r in join.ranks if r in last.slots)
+    taken = [last.members[attempt] for attempt in holders]
     if last.ended == "FAILED" and not taken and not _was_here(last, join):
         # Nobody had claimed its slot: a late member of the start that failed. It hears why.
         return _claimed(last, command, reserved)
