@@ -8,6 +8,7 @@ from cli.doctor import doctor
 from cli.exits import USAGE
 from cli.healthcheck import healthcheck
 from cli.plan import plan
+from cli.read import read
 from cli.rehearse import rehearse
 from cli.serve import serve
 from cli.status import status
@@ -21,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="One KV-cache plan for every rank, or one stated reason why not.",
 )
-for command in (serve, rehearse, plan, status, watch, budgets, history, doctor, healthcheck):
+for command in (serve, rehearse, plan, read, status, watch, budgets, history, doctor, healthcheck):
     app.command()(command)
 app.add_typer(store_app, name="store")
 

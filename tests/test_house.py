@@ -11,18 +11,21 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("kvaccord", "coordinator", "worker_client", "cli")
+ROOMS = ("kvaccord", "coordinator", "worker_client", "reader", "cli")
 
 # A room that is not here may import what it likes, apart from what NEVER says.
 ONLY = {
     "kvaccord": {"kvaccord", "pydantic", "pydantic_core"},  # pydantic_core: pydantic's own
     "worker_client": {"worker_client", "kvaccord", "httpx", "pydantic"},
+    "reader": {"reader", "kvaccord"},  # logs are read anywhere, and never by an engine
 }
 NEVER = {
-    "coordinator": {"worker_client", "torch", "cli"},
+    "coordinator": {"worker_client", "torch", "cli", "reader"},
 }
 # Here, and nowhere else in its room, a function may import torch when it is called.
 MEASURES = "worker_client/measure.py"
+# Likewise an adapter, and nothing else, its engine.
+ADAPTERS = {"worker_client/engines/vllm/": "vllm"}
 # For the tests of engines; nothing else of the house imports it.
 TESTING = "worker_client/testing.py"
 
@@ -32,11 +35,42 @@ IMPURE = {
     "kvaccord/": CLOCKS_AND_IO,
     **{
         f"coordinator/{room}.py": CLOCKS_AND_IO | {"datetime", "sqlite3"}
-        for room in ("round", "commands", "events", "engine", "verdict", "policy", "check", "views")
+        for room in (
+            "round",
+            "commands",
+            "events",
+            "engine",
+            "verdict",
+            "policy",
+            "check",
+            "views",
+            "compaction",
+        )
     },
+    "coordinator/rules/": CLOCKS_AND_IO | {"datetime", "sqlite3"},
     "worker_client/flow.py": CLOCKS_AND_IO | {"httpx", "threading"},
+    "worker_client/engines/vllm/numbers.py": CLOCKS_AND_IO | {"httpx", "threading"},
     "worker_client/reading.py": CLOCKS_AND_IO | {"httpx", "threading"},
     "worker_client/causes.py": CLOCKS_AND_IO | {"httpx", "threading"},
+    "reader/engines/": CLOCKS_AND_IO | {"sys", "pathlib"},
+    **{
+        f"reader/{room}.py": CLOCKS_AND_IO | {"sys", "pathlib", "gzip"}
+        for room in (
+            "advice",
+            "causes",
+            "document",
+            "judge",
+            "lines",
+            "notes",
+            "numbers",
+            "replay",
+            "scan",
+            "seats",
+            "show",
+            "sights",
+            "start",
+        )
+    },
 }
 
 ASYNC = (ast.AsyncFunctionDef, ast.AsyncFor, ast.AsyncWith, ast.Await)
@@ -74,7 +108,11 @@ def is_admitted(found: Import, room: str, path: str) -> bool:
         return True
     if path == TESTING and found.module == "pytest":
         return True
-    return found.module == "torch" and found.in_function and path == MEASURES
+    if not found.in_function:
+        return False
+    if any(path.startswith(room) and found.module == e for room, e in ADAPTERS.items()):
+        return True
+    return found.module == "torch" and path == MEASURES
 
 
 def faults_in(path: str, source: str) -> list[str]:
@@ -107,7 +145,7 @@ def test_a_file_keeps_to_its_room(path):
     assert faults_in(path, (ROOT / path).read_text()) == []
 
 
-@pytest.mark.parametrize("named", [*ROOMS, *IMPURE, MEASURES, TESTING])
+@pytest.mark.parametrize("named", [*ROOMS, *IMPURE, *ADAPTERS, MEASURES, TESTING])
 def test_the_table_names_what_is_there(named):
     assert any(path.startswith(named) for path in FILES)
 
@@ -124,11 +162,18 @@ def test_the_table_names_what_is_there(named):
         ("coordinator/service.py", "import cli"),
         ("coordinator/logs/etcd.py", "def f():\n    import torch"),
         ("coordinator/round.py", "import datetime"),
-        ("coordinator/round.py", "import sqlite3"),
+        ("coordinator/rules/findings.py", "import time"),
+        ("coordinator/rules/calls.py", "import sqlite3"),
         ("coordinator/round.py", "async def f():\n    return [x async for x in y]"),
         ("worker_client/client.py", "import coordinator"),
+        ("worker_client/client.py", "import reader"),
+        ("coordinator/service.py", "import reader"),
+        ("reader/judge.py", "import time"),
+        ("reader/files.py", "import rich"),
         ("worker_client/client.py", "import anyio"),
         ("worker_client/client.py", "def f():\n    import torch"),
+        ("worker_client/client.py", "def f():\n    import vllm"),
+        ("worker_client/engines/vllm/attend.py", "import vllm"),
         ("worker_client/measure.py", "import torch"),
         ("worker_client/measure.py", "if True:\n    from torch import cuda"),
         ("worker_client/flow.py", "import threading"),
@@ -147,6 +192,7 @@ def test_a_planted_fault_is_found(path, source):
         ("coordinator/service.py", "import asyncio, time\nfrom kvaccord.plan import plan"),
         ("worker_client/measure.py", "def f():\n    import torch.cuda"),
         ("worker_client/client.py", "import threading, httpx\nfrom .flow import agree"),
+        ("worker_client/engines/vllm/attend.py", "def f():\n    from vllm.v1 import core"),
         ("cli/__init__.py", "import coordinator, worker_client"),
     ],
 )
@@ -155,6 +201,7 @@ def test_what_a_room_admits_is_no_fault(path, source):
 
 
 # What an engine's process gets when it imports the client.
+CLIENT = "from worker_client import Rendezvous"
 
 
 def printed_by(code: str) -> str:
@@ -179,19 +226,34 @@ pydantic.create_model("Model", n=(int, pydantic.Field(ge=0)))
 """
     usual = distributions_loaded_by(both)
     assert {"httpx", "pydantic"} <= usual
-    assert distributions_loaded_by("import worker_client") - usual <= {"kvaccord"}
+    assert distributions_loaded_by(CLIENT) - usual <= {"kvaccord"}
 
 
 def test_importing_the_client_starts_no_thread():
-    code = "import threading, worker_client; print(threading.active_count())"
+    code = f"{CLIENT}; import threading; print(threading.active_count())"
     assert printed_by(code) == "1\n"
 
 
 def test_importing_the_client_configures_no_logging():
     code = """
-import logging, worker_client
+import logging
+from worker_client import Rendezvous
 loggers = [logging.root, *map(logging.getLogger, [*logging.root.manager.loggerDict])]
 print([l.name for l in loggers for h in l.handlers if not isinstance(h, logging.NullHandler)])
 print(logging.root.level == logging.WARNING)
 """
     assert printed_by(code) == "[]\nTrue\n"
+
+
+def test_the_entry_point_of_an_adapter_loads_nothing_without_a_coordinator():
+    code = """
+import os
+os.environ.pop("KVACCORD_URL", None), os.environ.pop("KVACCORD_MODE", None)
+from worker_client.engines.vllm import register
+register()
+import sys
+ours = {"kvaccord", "worker_client", "pydantic"}
+print(*sorted(name for name in sys.modules if name.partition(".")[0] in ours))
+"""
+    loaded = "worker_client worker_client.engines worker_client.engines.vllm"
+    assert printed_by(code) == f"{loaded}\n"
