@@ -51,6 +51,7 @@ class SessionStream(Response):
         entry, index = map(int, after.split(".")) if after else (-1, -1)
         self._heard = (entry, index)
         self._all = facts
+        self._gave_way = False  # it was told that a greater restart has taken over
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         by_peer = False
@@ -63,6 +64,10 @@ class SessionStream(Response):
             for task in (pushing, leaving):
                 task.cancel()
             self._service.presence.detach(self._connection, by_peer=by_peer)
+            if self._gave_way and not by_peer:
+                # Told to exit, it hardly comes back, and it must not be taken for alive for ever.
+                within_s = self._service.settings.lost_after_s
+                self._service.presence.expect(self._connection.seat, within_s=within_s)
             await asyncio.gather(pushing, leaving, return_exceptions=True)
 
     async def _push(self, send: Send) -> None:
@@ -112,6 +117,7 @@ class SessionStream(Response):
             try:
                 refuse_if_taken_over(engine, round_)
             except Superseded as problem:
+                self._gave_way = True
                 yield format_sse_event(event="problem", data_str=json.dumps(problem.document()))
                 return
             if (left_s := quiet_since_s + COMMENT_S - loop.time()) > 0:

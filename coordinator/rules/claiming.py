@@ -154,9 +154,9 @@ def _fence(engine: Engine, attempt: int, join: Join, last: Round) -> None:
     elif left_at is None:
         old = False
     else:
-        # MASTER_ADDR:MASTER_PORT comes back by nature: there, only who joined before it was left
-        # is old. For any other source the same holds while the run is current.
-        came_back = launch.source == "master" or launch.run == last.launch.run
+        # MASTER_ADDR:MASTER_PORT and the like come back by nature: there, only who joined before
+        # it was left is old. For any other source the same holds while the run is current.
+        came_back = launch.comes_back or launch.run == last.launch.run
         old = attempt <= left_at or not came_back
     if old:
         raise Superseded(

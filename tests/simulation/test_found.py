@@ -1,0 +1,88 @@
+"""What the simulation found, each as a plain story. docs/reliability.md has the seeds."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from starlette.types import Message
+
+from coordinator.api.session import SessionStream
+from coordinator.events import Departed, EngineName
+from coordinator.logs.memory import MemoryLog
+from coordinator.service import Service, Settings
+from kvaccord import Layout, messages
+from kvaccord.decision import Decision
+from kvaccord.errors import DuplicateRank
+from tests.builders import Log, a_join, a_launch, a_report
+from tests.simulation.night import search
+
+
+def test_a_process_of_two_ranks_departs_once():
+    log = Log()
+    old = log.claimed(0, 1, layout=Layout(tp=2))
+    old.reports()
+    old.applies()
+    newer = log.joined(a_join(0, 1, layout=Layout(tp=2)))
+    departed = [e for e in newer.claims() if isinstance(e, Departed)]
+    assert [e.attempt for e in departed] == [old.attempt]
+
+
+def test_a_duplicate_is_not_told_passed():
+    log = Log()
+    log.passed(90, 90)
+    duplicate = log.claimed(0, layout=Layout(tp=2))
+    assert not duplicate.member.seated
+    with pytest.raises(DuplicateRank, match=r"rank 0 .* holds no slot of round 1"):
+        duplicate.reports()
+
+
+def test_a_late_member_of_a_failed_start_still_hears_why():
+    log = Log()
+    first = log.claimed(0, layout=Layout(tp=2))
+    first.vetoes()
+    log.spends("grace")
+    late = log.claimed(1, layout=Layout(tp=2))
+    assert late.reports() == ()
+    assert late.round.state == "FAILED"
+
+
+@pytest.mark.parametrize("seed", [256, 30231, 30244, 30417, 240819595])
+def test_a_seed_that_once_broke_a_promise_keeps_it(seed):
+    assert search(seed).broken == []
+
+
+def test_who_serves_and_is_told_to_give_way_is_not_taken_for_alive_for_ever():
+    name = EngineName("default", "llama")
+
+    async def enter(service: Service, restart: int) -> int:
+        join = a_join(0, layout=Layout(), launch=a_launch(restart=restart))
+        attempt = int((await service.join(name, join))["attempt"])
+        await service.claim(name, attempt)
+        return attempt
+
+    async def story() -> list[int]:
+        service = Service(MemoryLog(), Settings(reattach_s=0.05, lost_after_s=0.05))
+        await service.start()
+        old = await enter(service, restart=0)
+        stream = SessionStream(service, await service.attach(name, 1, old), None)
+        sent: list[Message] = []
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        streaming = asyncio.create_task(stream({"type": "http"}, asyncio.Future, send))
+        await service.report(name, 1, old, {0: a_report()}, planned={}, wait_s=0)
+        built = Decision(service.round(name, 1).decision)
+        said = messages.Applied(digest=built.digest, built=built.entries(0))
+        await service.applied(name, 1, old, said, wait_s=0)
+        await service.serve(name, 1, old)
+        await enter(service, restart=1)
+        await streaming
+        assert b"event: problem" in sent[-2]["body"]
+        await asyncio.sleep(0.5)  # and then it is killed, without a word
+        departed = service.round(name, 1).departed
+        await service.close()
+        return departed
+
+    assert asyncio.run(story()) == [0]
