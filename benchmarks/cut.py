@@ -10,29 +10,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from typing import Any
 
-from ranks import (
-    Rank,
-    Server,
-    engines_of,
-    enter_all,
-    finish_all,
-    raise_descriptor_limit,
-    show,
-)
+from calls import Calls
+from fleet import Engine, enter_all, finish_all
+from server import Coordinator, raise_descriptor_limit, rows, serving
 
+AT_ONCE = 50
 VICTIM = """
 import sys, time
 from kvaccord import Layout
 from worker_client import Rendezvous
 with Rendezvous.join(
-    url=sys.argv[1], engine="victim", ranks=[1], layout=Layout(tp=2), launch="benchmark"
+    url=sys.argv[1], engine="victim-0", ranks=[1], layout=Layout(tp=2), launch="load"
 ):
     print("there", flush=True)
     time.sleep(600)
@@ -95,20 +89,20 @@ def a_process(url: str) -> subprocess.Popen[str]:
     return process
 
 
-async def play(args: argparse.Namespace, server: Server) -> None:
-    relay = Relay(server.port)
+async def play(args: argparse.Namespace, coordinator: Coordinator) -> None:
+    relay = Relay(coordinator.port)
     await relay.start()
-    told: Counter[str] = Counter()
-    engines = engines_of(relay.port, args.engines, args.ranks, told)
-    await enter_all(engines)
-    rows: dict[str, Any] = {}
+    calls = Calls(relay.port, AT_ONCE)
+    engines = [Engine(n, args.ranks, calls) for n in range(args.engines)]
+    ranks = await enter_all(engines, AT_ONCE)
+    values: dict[str, str] = {}
     victim: subprocess.Popen[str] | None = None
     if args.kill_one:
-        peer = Rank(relay.port, "victim", 0, 2, "host-of-peer", told)
+        peer = Engine(0, 2, calls, "victim").ranks[0]
         await peer.enter()
         victim = await asyncio.to_thread(a_process, f"http://127.0.0.1:{relay.port}")
-    cut_s = time.perf_counter()
-    rows["connections cut"] = relay.cut()
+    cut_s = time.monotonic()
+    values["connections cut"] = str(relay.cut())
     if victim is not None:
         await asyncio.sleep(args.cut_s / 2)
         victim.kill()
@@ -116,26 +110,34 @@ async def play(args: argparse.Namespace, server: Server) -> None:
     else:
         await asyncio.sleep(args.cut_s)
     relay.mend()
-    await asyncio.gather(*(rank.attached.wait() for ranks in engines for rank in ranks))
-    rows["all attached again"] = f"{time.perf_counter() - cut_s - args.cut_s:.1f} s after the cut"
+    await asyncio.gather(*(rank.attached.wait() for rank in ranks))
+    values["all attached again"] = f"{time.monotonic() - cut_s - args.cut_s:.1f} s after the cut"
     if victim is not None:
-        verdict = (await peer.decision())["verdict"]
-        after_s = time.perf_counter() - cut_s
-        rows["the killed rank's engine"] = (
+        verdict = json.loads(await peer.hears("decision"))["verdict"]
+        after_s = time.monotonic() - cut_s
+        values["the killed rank's engine"] = (
             f"{verdict['outcome']} {verdict['code']} {verdict['ranks']}, {after_s:.1f} s after the"
             " cut began"
         )
-        await peer.close()
+        peer.close()
         victim.communicate()
     else:
         await asyncio.sleep(args.wait_s)  # whoever was to be lost is lost by now
-    ends = await finish_all(engines)
-    rows["rounds of the others"] = ", ".join(f"{n} {end}" for end, n in ends.items())
-    rows |= {name: str(n) for name, n in sorted(told.items())}
+    values["rounds of the others"] = await finish_all(engines)
+    values |= {name: str(n) for name, n in sorted(calls.sessions.items())}
+    values["refusals"] = str(calls.refusals.total())
     relay.cut()
     await asyncio.sleep(0.2)  # its connections end before the loop does
     title = f"{args.engines} engines x {args.ranks} ranks, all cut for {args.cut_s:g} s"
-    show(title + (", one process killed inside" if victim else ""), rows)
+    for row in rows(title + (", one process killed inside" if victim else ""), values):
+        print(row)
+
+
+async def measure(args: argparse.Namespace) -> None:
+    raise_descriptor_limit()
+    with tempfile.TemporaryDirectory() as folder:
+        async with serving(folder) as coordinator:
+            await play(args, coordinator)
 
 
 def main() -> None:
@@ -145,14 +147,7 @@ def main() -> None:
     parser.add_argument("--cut-s", type=float, default=5.0)
     parser.add_argument("--wait-s", type=float, default=35.0, help="then, without --kill-one")
     parser.add_argument("--kill-one", action="store_true")
-    args = parser.parse_args()
-    raise_descriptor_limit()
-    with tempfile.TemporaryDirectory() as folder:
-        server = Server(folder)
-        try:
-            asyncio.run(play(args, server))
-        finally:
-            server.kill()
+    asyncio.run(measure(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Ranks as connections of one process, and a coordinator beside it that can be killed.
+"""Ranks as connections of one process.
 
 Each rank does what the client does, with its pauses (worker_client/session.py and flow.py): a
 session that attaches again after what it last heard, calls that are repeated until they are
@@ -11,24 +11,18 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import os
 import random
-import re
-import resource
-import subprocess
-import sys
 import time
 import uuid
-from collections import Counter, defaultdict
-from collections.abc import Iterator
-from pathlib import Path
+from collections import Counter
 from typing import Any
+
+from calls import NO_ANSWER, Calls, request
 
 from worker_client.flow import BACKOFF_MAX_S, BACKOFF_MIN_S, CALL_S, LONG_POLL_S
 from worker_client.session import CALM_S, QUICK_S, READ_S, REATTACH_S
 from worker_client.steps import ATTACH_S
 
-NO_ANSWER = (OSError, EOFError, TimeoutError, asyncio.IncompleteReadError)
 REPORT = {
     "free_bytes": 100_000,
     "kv_budget_bytes": 90_000,
@@ -36,181 +30,30 @@ REPORT = {
 }
 
 
-class Coordinator:
-    """A real one in a process of its own, on a store in `folder`. cpu: the core it is held to."""
-
-    def __init__(self, folder: str, cpu: int | None = None) -> None:
-        self._command = [sys.executable, "-m", "cli", "serve"]
-        self._command += ["--store", f"sqlite:///{folder}/kvaccord.db"]
-        self._cpu = cpu
-        self._spent_s = 0.0  # CPU of those that were killed
-        self.port = 0
-
-    async def start(self) -> None:
-        """Returns when it answers that it is ready."""
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command,
-            "--port",
-            str(self.port),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            preexec_fn=self._settle_in,
-        )
-        assert self._process.stdout is not None
-        line = await self._process.stdout.readline()
-        found = re.search(rb":(\d+)/ on ", line)
-        assert found, f"the coordinator did not start: {line!r}"
-        self.port = int(found[1])
-        # It listens before it has read its store; who calls meanwhile is answered then.
-        calls = Calls(self.port, at_once=1)
-        await calls.ask("GET", "/readyz", timeout_s=120.0)
-        calls.close()
-
-    def _settle_in(self) -> None:
-        raise_descriptor_limit()
-        if self._cpu is not None:
-            os.sched_setaffinity(0, {self._cpu})
-
-    async def kill(self) -> None:
-        self._spent_s = self.cpu_s
-        self._process.kill()
-        await self._process.wait()
-
-    @property
-    def cpu_s(self) -> float:
-        """CPU seconds of this coordinator and of those before it."""
-        if self._process.returncode is not None:
-            return self._spent_s
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return self._spent_s + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    @property
-    def resident_bytes(self) -> int:
-        pages = Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]
-        return int(pages) * os.sysconf("SC_PAGE_SIZE")
-
-    @property
-    def peak_bytes(self) -> int:
-        status = Path(f"/proc/{self._process.pid}/status").read_text()
-        return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
-
-
-def raise_descriptor_limit() -> int:
-    """To the hard limit, which is returned."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
-
-
-@contextlib.asynccontextmanager
-async def serving(folder: str, cpu: int | None = None) -> Any:
-    coordinator = Coordinator(folder, cpu)
-    await coordinator.start()
-    try:
-        yield coordinator
-    finally:
-        await coordinator.kill()
-
-
-class Calls:
-    """Keep-alive connections for calls: as many as are in flight at once, at most `at_once`."""
-
-    def __init__(self, port: int, at_once: int) -> None:
-        self._port = port
-        self._free = asyncio.Semaphore(at_once)
-        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-        self.latencies_s: dict[str, list[float]] = defaultdict(list)
-        self.refusals: Counter[str] = Counter()
-        self.unanswered = 0
-        self._answered = asyncio.Event()
-
-    async def ask(
-        self,
-        method: str,
-        path: str,
-        token: str = "",
-        body: Any = None,
-        *,
-        timeout_s: float = CALL_S,
-    ) -> tuple[int, bytes]:
-        """Status and body. Raises one of NO_ANSWER."""
-        content = b"" if body is None else json.dumps(body).encode()
-        head = request(method, path, token, f"Content-Length: {len(content)}\r\n")
-        async with self._free:
-            began_s = time.monotonic()
-            async with asyncio.timeout(timeout_s):
-                reader, writer = await self._connection()
-                try:
-                    writer.write(head + content)
-                    answer = await reader.readuntil(b"\r\n\r\n")
-                    length = re.search(rb"content-length: (\d+)", answer)
-                    answered = await reader.readexactly(int(length[1])) if length else b""
-                except BaseException:
-                    writer.transport.abort()
-                    raise
-            self._idle.append((reader, writer))
-        status = int(answer[9:12])
-        noun = path.partition("?")[0].rpartition("/")[2]
-        self.latencies_s[noun].append(time.monotonic() - began_s)
-        self._answered.set()
-        if status >= 400 and status != 503:
-            self.refusals[f"{status} {noun} {answered[:300].decode()}"] += 1
-        return status, answered
-
-    async def until_answered(self, path: str, token: str = "", body: Any = None) -> Any:
-        """POST and repeat, as the client does to enter; the JSON that was answered."""
-        pause_s = BACKOFF_MIN_S
-        while True:
-            with contextlib.suppress(*NO_ANSWER):
-                status, answer = await self.ask("POST", path, token, body)
-                if status != 503:
-                    return json.loads(answer)
-            self.unanswered += 1
-            await asyncio.sleep(random.uniform(0, pause_s))
-            pause_s = min(pause_s * 2, BACKOFF_MAX_S)
-
-    async def until(self, noun: str, count: int) -> None:
-        """Wait until so many calls of this kind have been answered."""
-        while len(self.latencies_s[noun]) < count:
-            self._answered.clear()
-            await self._answered.wait()
-
-    async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        while self._idle:
-            reader, writer = self._idle.pop()
-            if not reader.at_eof() and not writer.is_closing():
-                return reader, writer
-            writer.close()
-        return await asyncio.open_connection("127.0.0.1", self._port, limit=2**20)
-
-    def close(self) -> None:
-        for _, writer in self._idle:
-            writer.close()
-
-
-def request(method: str, path: str, token: str, more: str = "") -> bytes:
-    return (
-        f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        f"Kvaccord-Attempt: {token}\r\n{more}\r\n"
-    ).encode()
-
-
 class Engine:
     """Its ranks, what they heard, and when (monotonic seconds)."""
 
     def __init__(self, number: int, ranks: int, calls: Calls, name: str = "load") -> None:
         self.path = f"/v1/engines/default/{name}-{number}"
-        self.ranks = [Rank(self, rank, calls) for rank in range(ranks)]
+        # Two small engines share a host, and a large one has several.
+        hosts = [f"host-{number // 2}-{rank // 8}" for rank in range(ranks)]
+        self.ranks = [Rank(self, rank, calls, host) for rank, host in enumerate(hosts)]
         self.entered_s = 0.0
         self.reported_s: list[float] = []  # when each rank's report was first answered
         self.heard_s: dict[str, list[float]] = {"decision": [], "outcome": []}
         self.documents: dict[str, set[bytes]] = {"decision": set(), "outcome": set()}
 
-    async def play(self, port: int, after_s: float = 0.0) -> None:
+    async def play(self, after_s: float = 0.0) -> None:
         """A whole start. Returns when every rank has heard the outcome."""
         await asyncio.sleep(after_s)
         self.entered_s = time.monotonic()
-        await asyncio.gather(*(rank.play(port) for rank in self.ranks))
+        await asyncio.gather(*(rank.play() for rank in self.ranks))
+
+    async def finish(self, within_s: float) -> None:
+        """Its ranks have entered: each reports at some moment, and hears the outcome."""
+        delays_s = [random.uniform(0, within_s) for _ in self.ranks]
+        starts = zip(self.ranks, delays_s, strict=True)
+        await asyncio.gather(*(rank.finish(delay_s) for rank, delay_s in starts))
 
     @property
     def sealed(self) -> bool:
@@ -238,8 +81,11 @@ class Engine:
 
     @property
     def decided_after_s(self) -> float:
-        """From the answer to its last report until its last rank had the decision."""
-        return max(self.heard_s["decision"]) - max(self.reported_s)
+        """From the answer to its last report until its last rank had the decision.
+
+        0 where that came first: the session may be told before the call is answered.
+        """
+        return max(0.0, max(self.heard_s["decision"]) - max(self.reported_s))
 
     @property
     def sealed_s(self) -> float:
@@ -247,38 +93,55 @@ class Engine:
 
 
 class Rank:
-    def __init__(self, engine: Engine, rank: int, calls: Calls) -> None:
+    def __init__(self, engine: Engine, rank: int, calls: Calls, host: str) -> None:
         self._engine = engine
         self._rank = rank
         self._calls = calls
+        self._host = host
         self._documents: dict[str, bytes] = {}
         self.attached, self.reported = asyncio.Event(), asyncio.Event()
         self._was_cut = False
         self._changed = asyncio.Event()
         self._last_id = ""
 
-    async def play(self, port: int, *, stop_before: str = "") -> None:
-        """Enter, report, build. stop_before `reports`: enter, and hold the session for ever."""
+    async def play(self) -> None:
+        """A whole start: enter, report, build, hear the outcome."""
+        await self.enter()
+        await self.finish()
+
+    async def enter(self) -> None:
+        """Join, claim, and hold a session from then on, until close()."""
         engine, world = self._engine, len(self._engine.ranks)
         join = {
             "ranks": [self._rank],
             "layout": {"tp": world},
             "nonce": uuid.uuid4().hex,
             "launch": {"run": "load"},
-            "host": f"host-{self._rank}",
+            "host": self._host,
             "pid": 1 + self._rank,
         }
         self._token = (await self._calls.until_answered(f"{engine.path}/join", body=join))["token"]
         claim = await self._calls.until_answered(f"{engine.path}/claim", self._token)
         self._path = f"{engine.path}/rounds/{claim['round']}"
-        session = asyncio.create_task(self._hold_session(port))
+        self._session = asyncio.create_task(self._hold_session())
+        await self._news("", ATTACH_S)
+
+    async def finish(self, after_s: float = 0.0) -> None:
+        """Report, build, and hear the document that ends the round."""
         try:
-            await self._news("", ATTACH_S)
-            if stop_before == "reports":
-                await asyncio.Event().wait()
+            await asyncio.sleep(after_s)
             await self._size()
         finally:
-            session.cancel()
+            self.close()
+
+    async def hears(self, what: str) -> bytes:
+        """A document, whoever has reported."""
+        while what not in self._documents:
+            await self._news(what, LONG_POLL_S)
+        return self._documents[what]
+
+    def close(self) -> None:
+        self._session.cancel()
 
     async def _size(self) -> None:
         report = {str(self._rank): REPORT | {"kv_budget_bytes": 90_000 - self._rank}}
@@ -292,18 +155,20 @@ class Rank:
 
     async def _settle(self, what: str, noun: str, body: Any) -> bytes:
         """flow._settle: PUT, and hear the document in the session; without it the PUT waits."""
-        pause_s = BACKOFF_MIN_S
+        pause_s, call_s = BACKOFF_MIN_S, CALL_S
         while what not in self._documents:
             # At first the session is on its way: it brings the document.
             wait_s = LONG_POLL_S if self._was_cut and not self.attached.is_set() else 0.0
             path = f"{self._path}/{noun}?wait_s={wait_s:g}"
             try:
                 status, answer = await self._calls.ask(
-                    "PUT", path, self._token, body, timeout_s=wait_s + CALL_S
+                    "PUT", path, self._token, body, timeout_s=wait_s + call_s
                 )
                 if status not in (200, 202):
                     raise EOFError(f"answered {status}")
-            except NO_ANSWER:
+            except NO_ANSWER as fault:
+                if isinstance(fault, TimeoutError):
+                    call_s *= 2
                 self._calls.unanswered += 1
                 await self._news(what, random.uniform(0, pause_s))
                 pause_s = min(pause_s * 2, BACKOFF_MAX_S)
@@ -335,16 +200,17 @@ class Rank:
 
     # --- the session ----------------------------------------------------------------------------
 
-    async def _hold_session(self, port: int) -> None:
+    async def _hold_session(self) -> None:
         cut_s = time.monotonic()
         while True:
             began_s, pause_s = time.monotonic(), QUICK_S
             try:
-                pause_s = await self._attach(port)
-            except ConnectionRefusedError:
-                pause_s = CALM_S
-            except NO_ANSWER:
-                pass
+                pause_s = await self._attach()
+            except NO_ANSWER as fault:
+                what = "sessions cut" if self.attached.is_set() else "sessions not let in"
+                self._calls.sessions[what] += 1
+                if isinstance(fault, ConnectionRefusedError):
+                    pause_s = CALM_S
             finally:
                 self._was_cut = self._was_cut or self.attached.is_set()
                 self.attached.clear()
@@ -356,17 +222,20 @@ class Rank:
                 pause_s = CALM_S
             await asyncio.sleep(random.uniform(0, pause_s))
 
-    async def _attach(self, port: int) -> float:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
+    async def _attach(self) -> float:
+        """Attach once and read to the end. Returns the longest pause before the next try."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._calls.port, limit=2**20)
         try:
             again = f"Last-Event-ID: {self._last_id}\r\n" if self._last_id else ""
             writer.write(request("GET", f"{self._path}/session?facts=0", self._token, again))
             async with asyncio.timeout(READ_S) as limit:
                 status = int((await reader.readuntil(b"\r\n\r\n"))[9:12])
                 if status != 200:
-                    if status != 503:
-                        self._calls.refusals[f"{status} session"] += 1
-                    return CALM_S if status == 503 else REATTACH_S
+                    if status == 503:
+                        self._calls.sessions["sessions answered 503"] += 1
+                        return CALM_S
+                    self._calls.refusals[f"{status} session"] += 1
+                    return REATTACH_S
                 self.attached.set()
                 self._changed.set()
                 name = ident = b""
@@ -378,27 +247,37 @@ class Rank:
                     elif field == b"id":
                         ident = value
                     elif field == b"data" and name == b"move":
+                        self._calls.sessions["sessions moved"] += 1
                         return CALM_S
                     elif field == b"data" and name in (b"decision", b"outcome"):
                         self._hear(name.decode(), value)
                     elif not line.strip() and ident:
                         self._last_id, ident = ident.decode(), b""
-            return QUICK_S
+            raise EOFError("the stream ended without a goodbye")
         finally:
             writer.transport.abort()
 
 
-def percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
+async def enter_all(engines: list[Engine], at_once: int = 50) -> list[Rank]:
+    """All of their ranks, once each holds its session."""
+    gate = asyncio.Semaphore(at_once)
+    ranks = [rank for engine in engines for rank in engine.ranks]
+
+    async def enter(rank: Rank) -> None:
+        async with gate:
+            await rank.enter()
+            await rank.attached.wait()
+
+    await asyncio.gather(*map(enter, ranks))
+    return ranks
 
 
-def milliseconds(values: list[float]) -> str:
-    p50, p99 = (percentile(values, share) * 1000 for share in (0.5, 0.99))
-    return f"p50 {p50:.1f} ms, p99 {p99:.1f} ms, most {max(values, default=0) * 1000:.1f} ms"
-
-
-def rows(title: str, values: dict[str, str]) -> Iterator[str]:
-    yield title
-    for name, value in values.items():
-        yield f"  {name:44}{value}"
+async def finish_all(engines: list[Engine], within_s: float = 3.0) -> str:
+    """How their rounds ended, by outcome and code; two ends of one round are wrong."""
+    await asyncio.gather(*(engine.finish(within_s) for engine in engines))
+    ends = Counter(
+        end if len(engine.ends) == 1 else "WRONG: its ranks heard different ends"
+        for engine in engines
+        for end in [next(iter(engine.ends))]
+    )
+    return ", ".join(f"{count} {end}" for end, count in ends.items())

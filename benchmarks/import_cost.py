@@ -13,7 +13,7 @@ from statistics import median
 
 ROOT = Path(__file__).parents[1]
 GIVEN = "import httpx, pydantic"
-OURS = "import worker_client"
+OURS = "from worker_client import Rendezvous"
 
 
 def elapsed_s(code: str) -> float:

@@ -16,15 +16,9 @@ import tempfile
 import time
 from collections import Counter
 
-from fleet import (
-    Calls,
-    Coordinator,
-    Engine,
-    milliseconds,
-    raise_descriptor_limit,
-    rows,
-    serving,
-)
+from calls import Calls
+from fleet import Engine
+from server import Coordinator, milliseconds, raise_descriptor_limit, rows, serving
 
 SPARE_DESCRIPTORS = 200
 
@@ -35,10 +29,7 @@ async def play(args: argparse.Namespace, coordinator: Coordinator, descriptors: 
     calls = Calls(coordinator.port, at_once=min(args.calls_at_once, spare))
     engines = [Engine(n, args.ranks, calls) for n in range(args.engines)]
     before_s, began_s = coordinator.cpu_s, time.monotonic()
-    starts = [
-        asyncio.create_task(e.play(coordinator.port, random.uniform(0, args.within_s)))
-        for e in engines
-    ]
+    starts = [asyncio.create_task(e.play(random.uniform(0, args.within_s))) for e in engines]
     killed_s = back_s = 0.0
     if args.kill_at_half:
         await calls.until("reports", ranks // 2)
@@ -67,13 +58,13 @@ async def play(args: argparse.Namespace, coordinator: Coordinator, descriptors: 
         "calls without an answer, repeated": str(calls.unanswered),
         "whole run": f"{took_s:.1f} s",
         "decision after last report was answered": milliseconds(
-            [e.decided_after_s for e in sealed if max(e.reported_s) > back_s]
+            [e.decided_after_s for e in sealed if max(e.reported_s, default=0.0) > back_s]
         ),
         "a whole start, join to outcome": milliseconds([e.sealed_s - e.entered_s for e in sealed]),
     }
     if args.kill_at_half:
         last_s = max((e.sealed_s for e in sealed), default=back_s)
-        before = [e for e in sealed if max(e.reported_s) <= back_s]
+        before = [e for e in sealed if max(e.reported_s, default=0.0) <= back_s]
         values |= {
             "killed -9 after": f"{killed_s - began_s:.1f} s, for {called_s - killed_s:.1f} s",
             "start until ready": f"{back_s - called_s:.1f} s",

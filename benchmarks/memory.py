@@ -14,7 +14,9 @@ import argparse
 import asyncio
 import tempfile
 
-from fleet import Calls, Coordinator, Engine, raise_descriptor_limit, rows, serving
+from calls import Calls
+from fleet import Engine
+from server import Coordinator, raise_descriptor_limit, rows, serving
 
 AT_ONCE = 10  # engines that enter together: what a crowd needs meanwhile is no part of a round
 
@@ -29,15 +31,16 @@ async def waiting_bytes(coordinator: Coordinator, rounds: int, ranks: int) -> fl
     async def enter(engine: Engine) -> None:
         async with gate:
             *others, last = engine.ranks
-            starts = [rank.play(coordinator.port) for rank in others]
-            starts.append(last.play(coordinator.port, stop_before="reports"))
-            tasks.extend(map(asyncio.create_task, starts))
+            tasks.extend(asyncio.create_task(rank.play()) for rank in others)
+            await last.enter()
             await asyncio.gather(*(r.reported.wait() for r in others), last.attached.wait())
 
     await asyncio.gather(*map(enter, engines))
     kept = coordinator.resident_bytes - before
     for task in tasks:
         task.cancel()
+    for engine in engines:
+        engine.ranks[-1].close()
     await asyncio.gather(*tasks, return_exceptions=True)
     calls.close()
     return kept / rounds
@@ -62,7 +65,7 @@ async def play(coordinator: Coordinator, rounds: int, ranks: int, name: str) -> 
     async def one(number: int) -> None:
         engine = Engine(number, ranks, calls, name)
         async with gate:
-            await engine.play(coordinator.port)
+            await engine.play()
         assert engine.sealed, engine.ends
 
     await asyncio.gather(*map(one, range(rounds)))

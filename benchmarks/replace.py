@@ -12,39 +12,49 @@ import argparse
 import asyncio
 import tempfile
 import time
-from collections import Counter
 
-from ranks import Server, engines_of, enter_all, finish_all, raise_descriptor_limit, show
+from calls import Calls
+from fleet import Engine, enter_all, finish_all
+from server import Coordinator, raise_descriptor_limit, rows, serving
+
+AT_ONCE = 50
 
 
-async def play(args: argparse.Namespace, server: Server) -> None:
-    told: Counter[str] = Counter()
-    engines = engines_of(server.port, args.engines, args.ranks, told)
-    await enter_all(engines)
-    ranks = [rank for ranks in engines for rank in ranks]
+async def play(args: argparse.Namespace, coordinator: Coordinator) -> None:
+    calls = Calls(coordinator.port, AT_ONCE)
+    engines = [Engine(n, args.ranks, calls) for n in range(args.engines)]
+    ranks = await enter_all(engines, AT_ONCE)
     stopped_s, started_s, attached = [], [], []
     for _ in range(args.times):
         attached.append(sum(rank.attached.is_set() for rank in ranks))
-        stopped_s.append(await asyncio.to_thread(server.terminate))
-        began_s = time.perf_counter()
-        await asyncio.to_thread(server.start)
-        started_s.append(time.perf_counter() - began_s)
+        stopped_s.append(await coordinator.terminate())
+        began_s = time.monotonic()
+        await coordinator.start()
+        started_s.append(time.monotonic() - began_s)
         await asyncio.sleep(args.every_s)
-    began_s = time.perf_counter()
+    began_s = time.monotonic()
     await asyncio.gather(*(rank.attached.wait() for rank in ranks))
-    back_s = time.perf_counter() - began_s
-    ends = await finish_all(engines)
-    show(
-        f"{args.engines} engines x {args.ranks} ranks, coordinator replaced {args.times} times",
-        {
-            "rounds": ", ".join(f"{n} {end}" for end, n in ends.items()),
-            **{name: str(n) for name, n in sorted(told.items())},
-            "attached when it was stopped": f"{min(attached)} to {max(attached)} of {len(ranks)}",
-            "gone after SIGTERM": f"at most {max(stopped_s):.1f} s",
-            "listening again": f"at most {max(started_s):.1f} s after its start",
-            "all attached after the last": f"{back_s:.1f} s",
-        },
-    )
+    back_s = time.monotonic() - began_s
+    values = {
+        "rounds": await finish_all(engines),
+        **{name: str(n) for name, n in sorted(calls.sessions.items())},
+        "calls without an answer, repeated": str(calls.unanswered),
+        "refusals": str(calls.refusals.total()),
+        "attached when it was stopped": f"{min(attached)} to {max(attached)} of {len(ranks)}",
+        "gone after SIGTERM": f"at most {max(stopped_s):.1f} s",
+        "ready again": f"at most {max(started_s):.1f} s after its start",
+        "all attached after the last": f"{back_s:.1f} s",
+    }
+    title = f"{args.engines} engines x {args.ranks} ranks, coordinator replaced {args.times} times"
+    for row in rows(title, values):
+        print(row)
+
+
+async def measure(args: argparse.Namespace) -> None:
+    raise_descriptor_limit()
+    with tempfile.TemporaryDirectory() as folder:
+        async with serving(folder) as coordinator:
+            await play(args, coordinator)
 
 
 def main() -> None:
@@ -53,14 +63,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--every-s", type=float, default=2.0, help="from a start to the next stop")
-    args = parser.parse_args()
-    raise_descriptor_limit()
-    with tempfile.TemporaryDirectory() as folder:
-        server = Server(folder)
-        try:
-            asyncio.run(play(args, server))
-        finally:
-            server.kill()
+    asyncio.run(measure(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections import defaultdict
 
-from fleet import Coordinator, milliseconds, rows, serving
+from server import Coordinator, milliseconds, rows, serving
 
 from kvaccord import Layout, Report, page
 from worker_client import Rendezvous

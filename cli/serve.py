@@ -21,7 +21,8 @@ from coordinator.faults import Faults
 from coordinator.logs import EngineLog, StoreUnreadable, open_log
 from coordinator.policies import Policies, load_policies
 from coordinator.policy import Ends, Policy
-from coordinator.service import Service, Settings
+from coordinator.service import Service
+from coordinator.settings import Settings
 
 PORT = 8970
 USAGE = 1

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from coordinator.commands import Command
 from coordinator.engine import Engine, Round, evolve_entry
 from coordinator.engine import Phase as BudgetPhase
 from coordinator.events import (
@@ -34,6 +35,7 @@ from coordinator.events import (
     Suspected,
     Touched,
 )
+from coordinator.round import Step
 from kvaccord.messages import Phase
 
 TICK_S = 1.0
@@ -62,6 +64,14 @@ class Fact:
     @property
     def id(self) -> str:
         return f"{self.entry}.{self.index}"
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A command that is to be carried out, and what its caller will hear."""
+
+    command: Command
+    heard: asyncio.Future[Step]
 
 
 class Clock:
@@ -162,7 +172,8 @@ class Cell:
         # By attempt: what it was last seen at, how far, and when by the clock of served seconds.
         self._moved: dict[int, tuple[str, int, float]] = {}
         self.stale = True  # the log may hold more than this
-        self.joining = 0  # joins under way: without an entry and without them nobody is here
+        self.waiting: deque[Waiting] = deque()  # in the order they came
+        self.worker: asyncio.Task[None] | None = None  # carries them out
         self._store_id = store_id
         self._news: dict[News, asyncio.Event] = {}  # what is waited for
         self._telling: asyncio.TimerHandle | None = None
@@ -175,10 +186,12 @@ class Cell:
         for entry in entries:
             self.add(entry.events)
 
-    def add(self, events: tuple[Event, ...]) -> None:
-        """An entry is durable: fold it in and make its facts."""
+    def add(self, events: tuple[Event, ...], after: Engine | None = None) -> None:
+        """An entry is durable: fold it in and make its facts. after: it is folded in already."""
         number = self.engine.entries
-        self.engine = evolve_entry(self.engine, events)
+        self.engine = (
+            replace(after, entries=number + 1) if after else evolve_entry(self.engine, events)
+        )
         for index, event in enumerate(events):
             self._follow(event)
             if isinstance(event, Floor):

@@ -35,7 +35,7 @@ from coordinator.events import (
 from coordinator.policy import Policy
 from kvaccord.layout import Groups, Layout
 from kvaccord.messages import Built, Join, Launch, Report
-from kvaccord.plan import Finding, plan
+from kvaccord.plan import Finding
 
 # Attempts given out and not claimed yet. Twice the largest world: a whole start may join before
 # its first claim, and so may the start after it.
@@ -307,7 +307,7 @@ def _in_round(
                 spent_s={**round_.spent_s, **dict.fromkeys(reports, spent_s)},
                 sent={**round_.sent, **reports},
                 planned={**round_.planned, **reports, **planned},
-                short=(*round_.short, *_certain({**reports, **planned})),
+                short=(*round_.short, *event.certain),
             )
         case Objected(attempt=attempt, gone=gone, cause=cause, trace=trace):
             traces = ((cause.ranks, trace),) if trace else ()
@@ -340,15 +340,6 @@ def _in_round(
             return replace(round_, retired=reason)
         case _:
             assert_never(event)
-
-
-def _certain(reports: Mapping[int, Report]) -> list[Finding]:
-    """What no report of another rank can mend: each rank planned alone."""
-    return [
-        replace(finding, ranks=(rank,))
-        for rank, report in reports.items()
-        for finding in plan(Layout(), {0: report}).findings
-    ]
 
 
 def _with_member(round_: Round, attempt: int, **changes: object) -> Round:

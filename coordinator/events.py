@@ -6,7 +6,7 @@ Stored events carry a version; every version since the first release can be read
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -16,6 +16,7 @@ from coordinator.policy import Policy
 from kvaccord.errors import TooLarge
 from kvaccord.layout import Layout
 from kvaccord.messages import Built, Join, Launch, Rank, Report
+from kvaccord.plan import Finding, plan
 
 STORED_VERSION: Literal[1] = 1
 # What every store takes as one append. etcd's own limit is 1.5 MiB a request.
@@ -24,6 +25,11 @@ MAX_ENTRY_BYTES = 2**20
 
 class Stored(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @cached_property
+    def body(self) -> bytes:
+        """As it is stored. Made once: it is measured first, and may share its entry."""
+        return self.model_dump_json(exclude_none=True).encode()
 
 
 class Touch(Stored):
@@ -93,6 +99,15 @@ class Reported(Stored):
     reports: dict[int, Report]
     planned: dict[int, Report] = {}
     spent_s: int = 0
+
+    @cached_property
+    def certain(self) -> tuple[Finding, ...]:
+        """What no report of another rank can mend: each rank planned alone, and only once."""
+        return tuple(
+            replace(finding, ranks=(rank,))
+            for rank, report in {**self.reports, **self.planned}.items()
+            for finding in plan(Layout(), {0: report}).findings
+        )
 
 
 class Cause(Stored):
@@ -261,7 +276,8 @@ class Entry(Stored):
 
     @cached_property
     def body(self) -> bytes:
-        return self.model_dump_json(exclude_none=True).encode()
+        events = b",".join(event.body for event in self.events)
+        return b'{"version":%d,"events":[%s]}' % (self.version, events)
 
     def to_bytes(self) -> bytes:
         return self.body

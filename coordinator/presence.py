@@ -17,6 +17,7 @@ from typing import Any
 from coordinator.commands import Finding, Lose, Suspect
 from coordinator.events import EngineName
 from coordinator.served import served_sleep
+from kvaccord.errors import Unavailable
 
 # So many sessions of so many hosts that end together: the network or a proxy is likelier.
 MASS_WINDOW_S = 5.0
@@ -71,6 +72,7 @@ class Presence:
         self._open: dict[Seat, Connection] = {}
         self._of_engine: dict[EngineName, set[int]] = defaultdict(set)  # attempts, watched
         self._tasks: dict[Seat, asyncio.Task[None]] = {}
+        self._openings: dict[Seat, int] = {}  # the highest number, while open or waited for
         self._served_s = 0.0  # counted while a proxied session is listened to
         self._heard_at_s: dict[Seat, float] = {}  # proxied sessions that are not silent
         self._listening: asyncio.Task[None] | None = None
@@ -100,8 +102,30 @@ class Presence:
         if seat not in self._open:
             self._start(seat, self._await_opening(seat, within_s))
 
-    def attach(self, seat: Seat, host: str, *, proxied: bool = False) -> Connection:
-        """A session opened. Of two for one seat the newer counts."""
+    def refuse_if_late(self, seat: Seat, opening: int | None) -> None:
+        """Refuse a request whose process has given it up and opened a later session since.
+
+        It was held up on the way, and its end would be taken for the end of the session that
+        counts. Raises Unavailable: nobody was heard.
+        """
+        latest = self._openings.get(seat, 0)
+        if opening is not None and opening < latest:
+            raise Unavailable(
+                f"session request {opening} of attempt {seat.attempt} came after its request"
+                f" {latest}, which counts; open one with a higher number",
+                field="opening",
+                value=str(opening),
+            )
+
+    def attach(
+        self, seat: Seat, host: str, *, proxied: bool = False, opening: int | None = None
+    ) -> Connection:
+        """A session opened. Of two for one seat the one with the greater number counts, of equals
+        and of those without number the one that came later. Raises Unavailable for another.
+        """
+        self.refuse_if_late(seat, opening)
+        if opening is not None:
+            self._openings[seat] = opening
         connection = self._open[seat] = Connection(seat, host, proxied)
         self._of_engine[seat.name].add(seat.attempt)
         self._forget(seat)
@@ -131,6 +155,8 @@ class Presence:
         if by_peer and self._patience_s(seat) is not None:
             self._count_end(connection.host)
             self._start(seat, self._await_return(connection))
+        elif seat not in self._tasks:
+            self._openings.pop(seat, None)
 
     def forget(self, seats: Iterable[Seat]) -> None:
         """Their round has ended: they are not waited for any more."""
@@ -181,7 +207,8 @@ class Presence:
             self._doubt_until_s = now_s + self._doubt_s
 
     def _start(self, seat: Seat, waiting: Coroutine[Any, Any, None]) -> None:
-        self._forget(seat)
+        if before := self._tasks.get(seat):
+            before.cancel()
         task = self._tasks[seat] = asyncio.create_task(waiting)
         task.add_done_callback(lambda done: self._drop(seat, done))
 
@@ -217,7 +244,9 @@ class Presence:
     def _forget(self, seat: Seat) -> None:
         if task := self._tasks.pop(seat, None):
             task.cancel()
+        if seat not in self._open:
+            self._openings.pop(seat, None)
 
     def _drop(self, seat: Seat, done: asyncio.Task[None]) -> None:
         if self._tasks.get(seat) is done:
-            del self._tasks[seat]
+            self._forget(seat)

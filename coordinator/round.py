@@ -7,6 +7,8 @@ command has its file in coordinator/rules/.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import reduce
 from typing import assert_never
 
@@ -29,7 +31,7 @@ from coordinator.commands import (
     Veto,
 )
 from coordinator.engine import Engine, evolve
-from coordinator.events import Cleared, Event, Touched
+from coordinator.events import MAX_ENTRY_BYTES, Cleared, Event, Touched, entry_of
 from coordinator.rules.calls import on_apply, on_leave, on_serve, on_submit, on_veto
 from coordinator.rules.claiming import on_claim
 from coordinator.rules.findings import on_presence, on_spend
@@ -54,6 +56,37 @@ def decide(engine: Engine, command: Command) -> tuple[Event, ...]:
     if back and not events:
         return settle(engine, back[0].round, seen=back)
     return (*back, *events)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one of several commands comes to. after: the engine with it and those before it."""
+
+    events: tuple[Event, ...]
+    after: Engine
+
+
+def decide_together(engine: Engine, commands: Iterable[Command]) -> list[Step | Exception]:
+    """Decide each command on what those before it leave. All events are one entry.
+
+    A refusal stands in the place of its command, which then changes nothing for the others. The
+    answer is shorter than the commands where an entry holds no more: at least one is decided.
+    """
+    steps: list[Step | Exception] = []
+    size = 0
+    for command in commands:
+        try:
+            events = decide(engine, command)
+            more = len(entry_of(events).body) if events else 0
+        except Exception as fault:  # our own mistake, too, must strike none but this command
+            steps.append(fault)
+            continue
+        if size and size + more > MAX_ENTRY_BYTES:
+            break
+        size += more
+        engine = reduce(evolve, events, engine)
+        steps.append(Step(events, engine))
+    return steps
 
 
 def _back(engine: Engine, command: Call) -> tuple[Cleared, ...]:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import parse_qs
 
 from kvaccord.canonical import canonical
 from kvaccord.decision import Decision, Outcome
@@ -80,6 +81,7 @@ class FakeCoordinator(ThreadingHTTPServer):
         }
         self.headers: dict[str, dict[str, str]] = {}  # word -> more headers of its answer
         self.told: list[tuple[str, dict[str, str], Any]] = []
+        self.openings: list[str | None] = []  # the numbers of the session requests
         self.events: queue.Queue[Any] = queue.Queue()
         self.attached = threading.Semaphore(0)
         self.ended = threading.Semaphore(0)
@@ -107,6 +109,9 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         headers = {name.lower(): value for name, value in self.headers.items()}
         self.server.told.append((word, headers, json.loads(body) if body else None))
+        if word == "session":
+            query = parse_qs(self.path.partition("?")[2])
+            self.server.openings += query.get("opening", [None])
         answer = self.server.answers[word]
         if answer is None:
             threading.Event().wait(30)

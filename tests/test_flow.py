@@ -121,6 +121,32 @@ def test_the_pauses_double_up_to_five_seconds():
     assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
 
 
+def test_a_call_that_timed_out_is_given_longer_so_that_a_long_queue_drains():
+    steps = entering(patience_s=60.0)
+    limits = []
+    for _ in range(2):
+        limits.append(steps.effect.timeout_s)
+        steps.answer(error="ReadTimeout", after_s=steps.effect.timeout_s)
+        steps.answer()
+    limits.append(steps.effect.timeout_s)
+    assert limits == [10.0, 20.0, 30.0]  # the last is what patience leaves
+
+
+def test_a_call_that_broke_off_early_is_given_no_longer():
+    steps = entering()
+    steps.answer(error="ReadError [Errno 104] Connection reset by peer", after_s=3.0)
+    assert steps.answer().timeout_s == 10.0
+
+
+def test_the_limit_of_a_call_that_waits_is_lengthened_beside_its_wait():
+    steps = agreeing(attached=False)
+    assert steps.effect.timeout_s == 35.0  # the wait of 25 s, and 10 s to answer
+    steps.answer(error="ReadTimeout", after_s=35.0)
+    assert steps.answer(attached=False).timeout_s == 45.0
+    steps.answer(error="ReadTimeout", after_s=45.0)
+    assert steps.answer(attached=True).timeout_s == 40.0
+
+
 def test_a_pause_that_the_server_asks_for_comes_first():
     steps = entering()
     body = {"code": "slow_down", "detail": "later", "retry_after_s": 3.5}

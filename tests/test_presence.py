@@ -21,6 +21,7 @@ from coordinator.events import EngineName
 from coordinator.presence import Presence, Seat
 from coordinator.served import served_sleep
 from coordinator.service import Settings
+from kvaccord.errors import Unavailable
 from tests.wire import Coordinator, Worker, an_engine, serving
 
 LLAMA = EngineName("default", "llama")
@@ -79,6 +80,48 @@ def test_who_comes_back_is_not_lost_and_the_older_sessions_end_is_nothing():
         found.presence.attach(seat(1), "a")
         await asyncio.sleep(0.1)
         assert found.lost() == []
+
+    run(story())
+
+
+def test_a_session_request_that_was_held_up_does_not_take_the_place_of_a_later_one():
+    async def story() -> None:
+        found = Found()
+        connection = found.presence.attach(seat(1), "a", opening=2)
+        with pytest.raises(Unavailable, match=r"session request 1 of attempt 1 .* request 2"):
+            found.presence.attach(seat(1), "a", opening=1)
+        assert found.presence.watched(LLAMA) == {1}
+        found.presence.detach(connection, by_peer=True)
+        with pytest.raises(Unavailable):  # its process may be dead: this is no return
+            found.presence.attach(seat(1), "a", opening=1)
+        await asyncio.sleep(0.1)
+        assert found.lost() == [1]
+
+    run(story())
+
+
+def test_a_session_request_without_number_counts_as_the_newest():
+    async def story() -> None:
+        found = Found()
+        found.presence.attach(seat(1), "a", opening=2)
+        newest = found.presence.attach(seat(1), "a")
+        found.presence.detach(newest, by_peer=True)
+        await asyncio.sleep(0.01)
+        assert found.suspected() == [1]
+
+    run(story())
+
+
+def test_the_numbers_of_a_process_are_kept_no_longer_than_its_session_is_waited_for():
+    async def story() -> None:
+        found = Found()
+        for attempt in (1, 2, 3):
+            connection = found.presence.attach(seat(attempt), "a", opening=7)
+            found.presence.detach(connection, by_peer=attempt > 1)
+        found.presence.forget([seat(2)])
+        await asyncio.sleep(0.1)
+        assert found.lost() == [3]
+        assert found.presence._openings == {}
 
     run(story())
 

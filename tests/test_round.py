@@ -679,9 +679,10 @@ def test_the_last_64_earlier_runs_are_over(log):
             log.claimed(0, layout=Layout(tp=2), launch=a_launch(f"run-{n}"))
 
 
-def test_a_run_named_by_its_master_address_may_come_back(log):
+@pytest.mark.parametrize("source", ["master", "lws", "ray", "mpi"])
+def test_a_run_named_by_an_address_or_a_counter_may_come_back(log, source):
     def master(run):
-        return a_launch(run, source="master")
+        return a_launch(run, source=source)
 
     early = log.joined(a_join(0, layout=Layout(tp=2), launch=master("10.0.0.1:29500")))
     log.claimed(1, layout=Layout(tp=2), launch=master("10.0.0.1:29500"))

@@ -91,6 +91,15 @@ def test_a_cut_stream_is_taken_up_within_the_servers_second(server, session):
     assert headers_of(server)[-1]["last-event-id"] == "4.2"
 
 
+def test_each_request_for_the_stream_has_a_greater_number(server, session):
+    server.events.put(CUT)
+    server.events.put(CUT)
+    session.start(wait_s=5.0)
+    for _ in range(3):
+        assert server.attached.acquire(timeout=5.0)
+    assert server.openings[:3] == ["1", "2", "3"]
+
+
 def test_a_cut_ends_the_wait_unless_it_is_a_pause(server, session):
     session.start(wait_s=5.0)
     server.answers["session"] = (503, {"code": "unavailable", "detail": "draining"})

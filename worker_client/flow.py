@@ -29,7 +29,7 @@ from kvaccord.room import available_bytes, needs
 from worker_client.reading import decision_in, object_in, outcome_in, problem_in, reading
 
 BACKOFF_MIN_S, BACKOFF_MAX_S = 0.2, 5.0
-CALL_S = 10.0  # an answer that does not wait for other ranks is due by then
+CALL_S = 10.0  # an answer that does not wait for other ranks is due by then, at first
 LONG_POLL_S = 25.0  # the server's cap of wait_s
 ANSWER_S = 1.0  # what an answer may take beside the wait that was asked for
 PACE_S = 0.2  # between calls that do not wait, where no session brings the news
@@ -204,6 +204,8 @@ class _Patience:
     patience_s: float
     explicit: bool  # the caller's own word is not lengthened by what the server says
     then: str = "do not allocate, exit"
+    call_s: float = CALL_S
+    limit_s: float = 0.0  # of the call that is under way
     tries: int = 0
     pause_s: float = BACKOFF_MIN_S
     last: str = "nothing yet"
@@ -223,7 +225,16 @@ class _Patience:
         if not self.explicit:
             self.deadline_s = max(self.deadline_s, self.now_s + left_s)
 
+    def limit(self, wait_s: float = 0.0) -> float:
+        """How long the next call may take, which asks the server to wait for `wait_s`."""
+        self.limit_s = min(wait_s + self.call_s, self.left_s)
+        return self.limit_s
+
     def answered(self, answer: Answer) -> None:
+        if answer.error is not None and answer.now_s - self.now_s > self.limit_s - LEAST_S:
+            # The coordinator may have a queue that is longer than the limit. Given up and repeated
+            # with the same one, every call of it would be for nothing, and the queue never drain.
+            self.call_s *= 2
         self.now_s = answer.now_s
         self.tries += 1
         if answer.error is None and answer.status in (200, 202):
@@ -257,7 +268,7 @@ class _Patience:
 def _ask(call: Call, patience: _Patience, read: Callable[[Answer], T]) -> Flow[T]:
     """Repeat a call until it is answered in earnest. `read` raises ValueError on garbage."""
     while patience.left_s > 0:
-        answer = yield replace(call, timeout_s=min(call.timeout_s, patience.left_s))
+        answer = yield replace(call, timeout_s=patience.limit())
         patience.answered(answer)
         try:
             _in_earnest(answer)
@@ -410,7 +421,7 @@ def _settle(
             f"{seat.path}/{noun}?wait_s={wait_s:.3f}",
             body,
             {**seat.headers, "Content-Type": "application/json"},
-            timeout_s=min(wait_s + CALL_S, patience.left_s),
+            timeout_s=patience.limit(wait_s),
         )
         asked_s = patience.now_s
         patience.answered(answer)

@@ -85,6 +85,7 @@ class Session:
         self._beating = wire.proxied  # or once the coordinator has seen a proxy
         self._socket: socket.socket | None = None
         self._last_id = ""
+        self._openings = 0  # requests for the stream so far
         self._thread = threading.Thread(target=self._run, name="kvaccord-session", daemon=True)
         self._teller: threading.Thread | None = None
 
@@ -209,7 +210,11 @@ class Session:
             headers["Last-Event-ID"] = self._last_id
         # What others said is not for a rank: in a large start it would fill the receive buffer of
         # one that is busy, and the kernel end its stream.
-        path = f"{self._seat.path}/session?facts=0" + ("&proxied=1" if self._wire.proxied else "")
+        # The number tells a request that was held up and given up from the one that counts.
+        self._openings += 1
+        path = f"{self._seat.path}/session?facts=0&opening={self._openings}"
+        if self._wire.proxied:
+            path += "&proxied=1"
         with self._wire.stream(path, headers, read_s=READ_S, opened=self._opened) as response:
             if response.status_code != 200:
                 if response.status_code == 503:

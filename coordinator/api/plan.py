@@ -11,6 +11,7 @@ from coordinator.api.common import json_response
 from coordinator.verdict import judge_reports
 from kvaccord.errors import Invalid
 from kvaccord.faulty import Message
+from kvaccord.hints import hints
 from kvaccord.layout import MAX_WORLD, Groups, Layout, named
 from kvaccord.messages import Rank, Report
 
@@ -29,13 +30,32 @@ class ReportRow(Report):
 
 
 class PlanQuestion(Message):
+    """What a round's ranks would report. spread_limit: as the policy of a round has it."""
+
     layout: Layout = Layout()
+    spread_limit: Annotated[float, Field(gt=0, le=1)] | None = None
     reports: Annotated[tuple[ReportRow, ...], Field(min_length=1, max_length=MAX_WORLD)]
 
 
 @router.post("/v1/plan")
 async def plan(body: PlanQuestion) -> Response:
-    """What these reports would be decided to be. 422 unless there is one report of every rank."""
+    """What these reports would be decided to be, and what would pass instead where that fails.
+
+    422 unless there is one report of every rank.
+    """
+    rows, groups = rows_of(body)
+    verdict = judge_reports(body.layout, rows, {}, groups, spread_limit=body.spread_limit)
+    answer = {"verdict": verdict.document()}
+    if verdict.plan is not None:
+        answer["plan"] = verdict.plan
+    else:
+        found = hints(body.layout, rows, groups, spread_limit=body.spread_limit)
+        answer |= found.document()
+    return json_response(answer)
+
+
+def rows_of(body: PlanQuestion) -> tuple[dict[int, Report], dict[int, Groups]]:
+    """Reports and named groups, by rank. Raises Invalid without one report of every rank."""
     world = body.layout.world_size
     rows: dict[int, Report] = {}
     for row in body.reports:
@@ -55,9 +75,4 @@ async def plan(body: PlanQuestion) -> Response:
             field="reports",
             value="absent",
         )
-    groups = {row.rank: row.groups for row in body.reports if row.groups}
-    verdict = judge_reports(body.layout, rows, {}, groups)
-    answer = {"verdict": verdict.document()}
-    if verdict.plan is not None:
-        answer["plan"] = verdict.plan
-    return json_response(answer)
+    return rows, {row.rank: row.groups for row in body.reports if row.groups}

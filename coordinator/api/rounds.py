@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Header, Request, Response
+from fastapi import APIRouter, Body, Header, Query, Request, Response
 
 from coordinator.api.common import (
     LONG_POLL_S,
@@ -24,6 +24,7 @@ from coordinator.api.common import (
 )
 from coordinator.api.session import SessionStream, is_proxied
 from coordinator.engine import Round
+from coordinator.hints import round_hints
 from coordinator.verdict import faults, report_document
 from coordinator.views import standing
 from kvaccord.errors import NotFound
@@ -138,14 +139,20 @@ async def session(
     last_event_id: Annotated[str | None, Header(pattern=r"^[0-9]{1,15}\.[0-9]{1,15}$")] = None,
     proxied: bool = False,
     facts: bool = True,
+    opening: Annotated[int | None, Query(ge=1, lt=2**53)] = None,
 ) -> Response:
     """The stream that says that this process is there, and tells it every fact of its round.
 
     proxied: something lies between, so beats are needed too. facts: off leaves the documents.
+    opening: a process numbers its requests, so that one that was held up is known for late.
     """
     service = service_of(request)
     connection = await service.attach(
-        process.name, n, process.attempt, proxied=proxied or is_proxied(request.headers)
+        process.name,
+        n,
+        process.attempt,
+        proxied=proxied or is_proxied(request.headers),
+        opening=opening,
     )
     return SessionStream(service, connection, last_event_id, facts=facts)
 
@@ -191,6 +198,7 @@ async def status(request: Request, name: Place, n: AnyRound, wait_s: WaitS = 0) 
             "missing": missing(round_),
             "remaining_s": service.remaining_s(name, round_),
             "causes": [c.model_dump(mode="json", exclude_none=True) for c in round_.causes],
+            **round_hints(round_),
             "faults": faults(round_.touches),
             "mode": round_.mode,
             "policy": round_.policy.model_dump(exclude_none=True),
@@ -226,9 +234,10 @@ async def reports(request: Request, name: Place, n: AnyRound) -> Response:
         if planned != sent:
             rows[str(rank)]["planned"] = report_document(planned)
     traces = [{"ranks": list(ranks), "trace": trace} for ranks, trace in round_.traces]
-    return json_response(
-        {"engine": str(name), "round": round_.number, "reports": rows, "traces": traces}
-    )
+    answer = {"engine": str(name), "round": round_.number, "reports": rows, "traces": traces}
+    if round_.groups:
+        answer["groups"] = {str(rank): g.model_dump() for rank, g in round_.groups.items()}
+    return json_response(answer)
 
 
 def _presence(round_: Round, attempt: int, watched: frozenset[int]) -> str:
