@@ -11,21 +11,22 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("kvaccord", "coordinator", "worker_client", "reader", "cli")
+ROOMS = ("kvaccord", "coordinator", "worker_client", "reader", "verifier", "cli")
 
 # A room that is not here may import what it likes, apart from what NEVER says.
 ONLY = {
     "kvaccord": {"kvaccord", "pydantic", "pydantic_core"},  # pydantic_core: pydantic's own
     "worker_client": {"worker_client", "kvaccord", "httpx", "pydantic"},
     "reader": {"reader", "kvaccord"},  # logs are read anywhere, and never by an engine
+    "verifier": {"verifier"},  # a second opinion shares nothing with the first
 }
 NEVER = {
-    "coordinator": {"worker_client", "torch", "cli", "reader"},
+    "coordinator": {"worker_client", "torch", "cli", "reader", "verifier"},
 }
 # Here, and nowhere else in its room, a function may import torch when it is called.
 MEASURES = "worker_client/measure.py"
-# Likewise an adapter, and nothing else, its engine.
-ADAPTERS = {"worker_client/engines/vllm/": "vllm"}
+# Likewise an adapter, and nothing else, its engine; and the second opinion its library.
+ADAPTERS = {"worker_client/engines/vllm/": "vllm", "worker_client/nvml.py": "pynvml"}
 # For the tests of engines; nothing else of the house imports it.
 TESTING = "worker_client/testing.py"
 
@@ -43,6 +44,7 @@ IMPURE = {
             "verdict",
             "policy",
             "check",
+            "hints",
             "views",
             "compaction",
         )
@@ -52,6 +54,7 @@ IMPURE = {
     "worker_client/engines/vllm/numbers.py": CLOCKS_AND_IO | {"httpx", "threading"},
     "worker_client/reading.py": CLOCKS_AND_IO | {"httpx", "threading"},
     "worker_client/causes.py": CLOCKS_AND_IO | {"httpx", "threading"},
+    "verifier/": CLOCKS_AND_IO | {"sys", "pathlib"},
     "reader/engines/": CLOCKS_AND_IO | {"sys", "pathlib"},
     **{
         f"reader/{room}.py": CLOCKS_AND_IO | {"sys", "pathlib", "gzip"}
@@ -168,6 +171,7 @@ def test_the_table_names_what_is_there(named):
         ("worker_client/client.py", "import coordinator"),
         ("worker_client/client.py", "import reader"),
         ("coordinator/service.py", "import reader"),
+        ("verifier/check.py", "from kvaccord.plan import plan"),
         ("reader/judge.py", "import time"),
         ("reader/files.py", "import rich"),
         ("worker_client/client.py", "import anyio"),

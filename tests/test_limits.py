@@ -86,7 +86,7 @@ def test_the_longest_failure_of_reports_is_kept():
             kv_budget_bytes=budget,
             initial_free_bytes=30 * GIB,
             max_num_seqs=1 + rank % 9,
-            local_count=2 + rank % 3,
+            local_count=1 + rank % 3,
             inputs=said,
             inputs_stage=said,
             classes=[page("kv", 1000, multiple_of=1 + rank % 2), state(LONG, 7)],

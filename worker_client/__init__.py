@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from worker_client.aio import AsyncRendezvous
     from worker_client.client import Rendezvous
     from worker_client.flow import Fit, Room, Standing
-    from worker_client.measure import cuda_report
+    from worker_client.measure import cuda_device, cuda_reading, cuda_report
     from worker_client.steps import Agreed
     from worker_client.stopping import Exit
 
@@ -23,6 +23,8 @@ __all__ = [
     "Rendezvous",
     "Room",
     "Standing",
+    "cuda_device",
+    "cuda_reading",
     "cuda_report",
 ]
 
@@ -34,6 +36,8 @@ _HOME = {
     "Rendezvous": "client",
     "Room": "flow",
     "Standing": "flow",
+    "cuda_device": "measure",
+    "cuda_reading": "measure",
     "cuda_report": "measure",
 }
 

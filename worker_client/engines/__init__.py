@@ -1,0 +1,1 @@
+"""Adapters: how engines that we did not write take part. Each names the source of its numbers."""
