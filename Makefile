@@ -9,7 +9,11 @@ PORT =
 # Two -q leave only errors. Compiling at install costs more than it saves: python compiles what it uses.
 INSTALL = .venv/bin/pip install -qq --no-compile
 
-.PHONY: start test nightly check-deploy requirements clean
+# MINUTES and FROM are given on the command line, as HOST and PORT are.
+MINUTES =
+FROM =
+
+.PHONY: start test nightly night check-deploy requirements clean
 
 # A coordinator on its embedded store (var/kvaccord.db), with the recorded start played to it.
 # ONCE=1 ends there, with the rehearsal's exit code; otherwise it stays up.
@@ -29,6 +33,12 @@ nightly: test
 	KVACCORD_NIGHT=1 .venv/bin/pytest tests/crash --timeout 0
 	KVACCORD_EXAMPLES_TIMES=30 .venv/bin/pytest tests/properties --timeout 0
 	.venv/bin/python -m tests.crash --engines 200 --kills 100
+	$(MAKE) night MINUTES=45
+
+# Seed after seed on every core until stopped, or for MINUTES; FROM=SEED goes on from there.
+night: .venv/.dev
+	.venv/bin/python -m tests.simulation --night \
+	    $(if $(MINUTES),--minutes $(MINUTES)) $(if $(FROM),--from $(FROM))
 
 check-deploy:
 	docker compose config -q
