@@ -13,6 +13,7 @@ from cli.rehearse import rehearse
 from cli.serve import serve
 from cli.status import status
 from cli.store import store_app
+from cli.verify import verify
 from cli.watch import watch
 from kvaccord.errors import KvaccordError
 
@@ -22,7 +23,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="One KV-cache plan for every rank, or one stated reason why not.",
 )
-for command in (serve, rehearse, plan, read, status, watch, budgets, history, doctor, healthcheck):
+for command in (
+    serve,
+    rehearse,
+    plan,
+    verify,
+    read,
+    status,
+    watch,
+    budgets,
+    history,
+    doctor,
+    healthcheck,
+):
     app.command()(command)
 app.add_typer(store_app, name="store")
 

@@ -138,8 +138,8 @@ def launch(env: Mapping[str, str], world_size: int) -> Check:
         return Check("launch", "fail", fault.detail)
     if world_size == 1 and found.run == "doctor-of-kvaccord":
         return Check("launch", "ok", "none is needed by a world of one")
-    if found.source == "master":
-        said = f"{found} from MASTER_ADDR:MASTER_PORT, the same at every start; KVACCORD_LAUNCH"
+    if found.comes_back:
+        said = f"{found} from {found.source}, which a later start may have again; KVACCORD_LAUNCH"
         return Check("launch", "warn", f"{said} tells an old start from a new one")
     return Check("launch", "ok", f"{found} from {found.source}")
 

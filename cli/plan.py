@@ -1,4 +1,4 @@
-"""`kvaccord plan`: what reports would be decided to be, without a coordinator."""
+"""`kvaccord plan`: what reports would be decided to be, and what if they were others."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ import typer
 from pydantic import ValidationError
 from rich.table import Table
 
-from cli.common import AsJson, clean, console, exit_code_of, print_json, refuse, table
+from cli.common import DEFAULT_URL as DEFAULT
+from cli.common import AsJson, Url, clean, console, exit_code_of, print_json, refuse, table
+from cli.exits import FAILED
+from cli.picture import picture
 from cli.starts import find_start
-from coordinator.api.plan import PlanQuestion
+from cli.whatif import FITS, Question, changed, differences, fitted, question_of_round
+from coordinator.api.plan import PlanQuestion, rows_of
 from coordinator.api.plan import plan as answer_plan
 from coordinator.api.problems import invalid
-from kvaccord.errors import Refused
+from kvaccord.changes import PPM
+from kvaccord.errors import KvaccordError
 from kvaccord.layout import as_ranges, named
 from kvaccord.messages import Report
 
@@ -26,23 +31,70 @@ GIB = 2**30
 
 def plan(
     file: Annotated[
-        str, typer.Argument(metavar="FILE", help="A body of POST /v1/plan, or a recorded start.")
-    ],
+        str | None,
+        typer.Argument(metavar="[FILE]", help="A body of POST /v1/plan, or a recorded start."),
+    ] = None,
+    from_round: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="ENGINE@ROUND", help="Instead of a file: what a round's ranks sent."
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="[rankN.]FIELD=VALUE",
+            help="What if: utilization=0.85, rank3.free_bytes=-2GiB. In order; may be repeated.",
+        ),
+    ] = None,
+    fit: Annotated[
+        str | None,
+        typer.Option(metavar="FIELD", help=f"The best that passes, of {', '.join(FITS)}."),
+    ] = None,
+    url: Url = DEFAULT,
     as_json: AsJson = False,
 ) -> None:
-    """Plan from a file: the same planner and the same answer as POST /v1/plan, no coordinator.
+    """Plan from a file or a round: the same planner and the same answer as POST /v1/plan.
 
-    Exit codes: 0 passed, 2 failed, 1 when the file cannot be planned.
+    With --set and --fit it says what would be. Only --from asks a coordinator.
+    Exit codes: 0 passed, 2 failed, 1 when it cannot be planned.
     """
     try:
-        answer = answered(question_in(find_start(file)))
-    except (ValueError, Refused) as fault:
+        if file is not None and from_round is None:
+            found = question_in(find_start(file))
+        elif file is None and from_round is not None:
+            found = question_of_round(url, from_round)
+        else:
+            raise ValueError("give a FILE or --from ENGINE@ROUND, one of the two")
+        before = asked(found)
+        question = changed(before, settings or [])
+        best = fitted(question, fit) if fit else None
+        question = best[1] if best else question
+        answer = answered(question.document())
+    except (ValueError, KvaccordError) as fault:
         refuse("plan", str(fault))
+    if fit:
+        answer["fit"] = {"name": fit, **({"value": best[0]} if best else {})}
     if as_json:
         print_json(answer)
     else:
+        for line in differences(before, question):
+            typer.echo(f"what if      {clean(line)}")
+        if fit:
+            typer.echo(f"fit          {fitted_line(fit, best[0] if best else None)}")
         show(answer)
-    raise typer.Exit(exit_code_of(answer["verdict"]["outcome"]))
+        console.print()
+        for bar in picture(question.reports, answer.get("plan")):
+            console.print(bar)
+    raise typer.Exit(FAILED if fit and not best else exit_code_of(answer["verdict"]["outcome"]))
+
+
+def fitted_line(name: str, value: int | None) -> str:
+    if value is None:
+        return f"no {name} passes; see below what else is in the way"
+    shown = f"{value / PPM:.6f}" if name == "utilization" else str(value)
+    return f"{'least' if name == 'utilization' else 'greatest'} {name} that passes: {shown}"
 
 
 def question_in(path: Path) -> dict[str, Any]:
@@ -63,12 +115,19 @@ def question_in(path: Path) -> dict[str, Any]:
     return {"layout": document.get("layout", {}), "reports": rows}
 
 
-def answered(question: dict[str, Any]) -> dict[str, Any]:
-    """What POST /v1/plan answers: its own route, called without a server. Raises Refused."""
+def asked(question: dict[str, Any]) -> Question:
+    """The question, checked as POST /v1/plan checks it. Raises Refused."""
     try:
         body = PlanQuestion.model_validate(question)
     except ValidationError as fault:
         raise invalid(fault.errors(), question) from None
+    rows, groups = rows_of(body)
+    return Question(body.layout, rows, groups, body.spread_limit)
+
+
+def answered(question: dict[str, Any]) -> dict[str, Any]:
+    """What POST /v1/plan answers: its own route, called without a server."""
+    body = PlanQuestion.model_validate(question)
     answer: dict[str, Any] = json.loads(bytes(asyncio.run(answer_plan(body)).body))
     return answer
 
@@ -82,8 +141,10 @@ def show(answer: Mapping[str, Any]) -> None:
     for cause in verdict["causes"]:
         who = f"rank {cause['rank']}" if "rank" in cause else "the start"
         typer.echo(f"  {cause['code']} {who}: {clean(cause['text'])}")
-    for line in (*_lines(verdict.get("warnings")), *_lines(answer.get("hints"))):
+    for line in _lines(verdict.get("warnings")):
         typer.echo(f"  {line}")
+    for line in hint_lines(answer):
+        typer.echo(line)
     for row in answer.get("plan", {}).get("schedulers", ()):
         console.print()
         where = f"dp {row['dp']}" if "dp" in row else f"group {row.get('group')}"
@@ -98,13 +159,17 @@ def show(answer: Mapping[str, Any]) -> None:
         console.print(f"capacity {name}: {capacity}")
 
 
+def hint_lines(answer: Mapping[str, Any]) -> Iterator[str]:
+    """What would pass instead, and what cannot help; `kvaccord status` shows them too."""
+    for hint in answer.get("hints", ()):
+        yield f"passes       {clean(hint['text'])}"
+    for line in answer.get("ruled_out", ()):
+        yield f"no use       {clean(line)}"
+
+
 def _lines(said: Any) -> Iterator[str]:
-    """Warnings and hints, each in a line: {code, text, …} or plain text."""
     for line in said or ():
-        if isinstance(line, Mapping):
-            yield clean(": ".join(str(line[k]) for k in ("code", "text", "message") if k in line))
-        else:
-            yield clean(line)
+        yield clean(f"{line['code']}: {line['text']}")
 
 
 def _groups(row: Mapping[str, Any]) -> Table:

@@ -22,6 +22,7 @@ from cli.common import (
     print_json,
     table,
 )
+from cli.plan import hint_lines
 from kvaccord.decision import Decision, Outcome
 from kvaccord.layout import as_ranges, named
 
@@ -48,6 +49,8 @@ def status(
             typer.echo(line)
         if sentence := last_word(asked, path):
             typer.echo(f"verdict      {clean(sentence)}")
+        for line in hint_lines(live):
+            typer.echo(line)
         console.print(members(live))
     raise typer.Exit(exit_code_of(live["state"]))
 
