@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Response
-from pydantic import Field
+from pydantic import FailFast, Field
 
 from coordinator.api.common import json_response
 from coordinator.verdict import judge_reports
@@ -34,7 +35,9 @@ class PlanQuestion(Message):
 
     layout: Layout = Layout()
     spread_limit: Annotated[float, Field(gt=0, le=1)] | None = None
-    reports: Annotated[tuple[ReportRow, ...], Field(min_length=1, max_length=MAX_WORLD)]
+    reports: Annotated[
+        tuple[ReportRow, ...], Field(min_length=1, max_length=MAX_WORLD), FailFast()
+    ]
 
 
 @router.post("/v1/plan")
@@ -49,7 +52,10 @@ async def plan(body: PlanQuestion) -> Response:
     if verdict.plan is not None:
         answer["plan"] = verdict.plan
     else:
-        found = hints(body.layout, rows, groups, spread_limit=body.spread_limit)
+        # Hints of a large start take a second of planning, and sessions must not wait for it.
+        found = await asyncio.to_thread(
+            hints, body.layout, rows, groups, spread_limit=body.spread_limit
+        )
         answer |= found.document()
     return json_response(answer)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Header, Query, Request, Response
+from pydantic import WrapValidator
 
 from coordinator.api.common import (
     LONG_POLL_S,
@@ -28,11 +30,12 @@ from coordinator.hints import round_hints
 from coordinator.verdict import faults, report_document
 from coordinator.views import standing
 from kvaccord.errors import NotFound
+from kvaccord.faulty import few_faults
 from kvaccord.messages import Applied, Leave, Phase, RankKey, Reason, Report, Veto
 
 router = APIRouter(prefix="/v1/engines/{ns}/{engine}/rounds/{n}")
 
-Reports = Annotated[dict[RankKey, Report], Body(min_length=1)]
+Reports = Annotated[dict[RankKey, Report], WrapValidator(few_faults), Body(min_length=1)]
 
 
 @router.put("/reports")
@@ -187,6 +190,7 @@ async def status(request: Request, name: Place, n: AnyRound, wait_s: WaitS = 0) 
     if wait_s and round_.open:
         await service.cell(name).change(min(wait_s, LONG_POLL_S))
         round_ = service.round(name, n)
+    found = await asyncio.to_thread(round_hints, round_)  # a large start's take a second
     watched = service.presence.watched(name)
     return json_response(
         {
@@ -198,7 +202,7 @@ async def status(request: Request, name: Place, n: AnyRound, wait_s: WaitS = 0) 
             "missing": missing(round_),
             "remaining_s": service.remaining_s(name, round_),
             "causes": [c.model_dump(mode="json", exclude_none=True) for c in round_.causes],
-            **round_hints(round_),
+            **found,
             "faults": faults(round_.touches),
             "mode": round_.mode,
             "policy": round_.policy.model_dump(exclude_none=True),
