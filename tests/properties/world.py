@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import selectors
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -15,6 +14,7 @@ from coordinator.logs.memory import MemoryLog
 from coordinator.policies import Policies
 from coordinator.policy import Ends, Policy
 from coordinator.service import Service, Settings
+from tests.virtual import VirtualLoop
 
 T = TypeVar("T")
 
@@ -27,29 +27,6 @@ POLICY = Policy(
     stall_s=STALL_S,
     keep_rounds=3,
 )
-
-
-class _Jump(selectors.SelectSelector):
-    """Nobody waits: when nothing is ready, the time of the next timer has come."""
-
-    now_s = 0.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        ready = super().select(0)
-        if not ready and timeout != 0:
-            assert timeout is not None, "nothing is ready and nothing is due: it would hang"
-            self.now_s += timeout
-        return ready
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self._jump = _Jump()
-        super().__init__(self._jump)
-
-    def time(self) -> float:
-        self._jump.now_s += 1e-6  # a reading takes time, so that no loop round a deadline hangs
-        return self._jump.now_s
 
 
 class World:
