@@ -17,9 +17,12 @@ from cli.exits import FAILED, NO_VERDICT, PASSED, USAGE
 from cli.serve import PORT
 from kvaccord.errors import Invalid, NotFound, Unavailable, problem_from
 from kvaccord.messages import EngineWord
+from worker_client.flow import Call
+from worker_client.wire import Wire
 
 DEFAULT_URL = f"http://127.0.0.1:{PORT}"
-TIMEOUT_S = 10.0
+TIMEOUT_S = 10.0  # a whole answer is there by then, however it trickles in
+ANSWER_MAX_BYTES = 64 * 2**20  # the reports of 1,024 ranks with their traces are far less
 PIPE_COLUMNS = 200  # where nobody said how wide the reader is
 
 Url = Annotated[
@@ -89,24 +92,30 @@ def path_of(engine: str) -> str:
 class Asked:
     """A coordinator that is asked, never told: GETs with one sentence for whatever goes wrong."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, within_s: float = TIMEOUT_S) -> None:
         self.url = url.rstrip("/")
+        self.within_s = within_s
         try:
-            self._http = httpx.Client(base_url=self.url, trust_env=False, timeout=TIMEOUT_S)
-            if self._http.base_url.scheme not in ("http", "https") or not self._http.base_url.host:
+            address = httpx.URL(self.url)
+            if address.scheme not in ("http", "https") or not address.host:
                 raise httpx.InvalidURL("it has no http:// or https:// and host")
         except httpx.InvalidURL as fault:
             raise Invalid(
                 f"the address {url!r}: {fault}; give --url or KVACCORD_URL as http://HOST:PORT"
             ) from None
+        self._wire = Wire(self.url, answer_max_bytes=ANSWER_MAX_BYTES)
 
     def get(self, path: str, **params: str | int | float) -> httpx.Response:
         """The answer with status 200; else a Problem, Unavailable when nobody answers."""
+        target = str(httpx.URL(path, params=params)) if params else path
+        heard = self._wire.call(Call("GET", target, timeout_s=self.within_s))
         try:
-            answer = self._http.get(path, params=params)
+            if heard.error is not None:
+                raise httpx.ReadError(heard.error)
+            answer = httpx.Response(heard.status, headers=dict(heard.headers), content=heard.body)
         except httpx.HTTPError as fault:
             raise Unavailable(
-                f"{self.url} does not answer ({type(fault).__name__}: {fault}); see whether"
+                f"{self.url} does not answer ({fault}); see whether"
                 " `kvaccord serve` runs there, and name it with --url or KVACCORD_URL"
             ) from None
         if answer.is_success:

@@ -101,7 +101,7 @@ def question_in(path: Path) -> dict[str, Any]:
     """The body for POST /v1/plan: as it stands, or from a recorded start. Raises ValueError."""
     try:
         document = json.loads(path.read_text())
-    except (OSError, ValueError) as fault:
+    except (OSError, ValueError, RecursionError) as fault:
         raise ValueError(f"{path}: {fault}; it must be a JSON file") from None
     if not isinstance(document, dict):
         raise ValueError(f"{path}: a JSON object is expected, with layout and reports or ranks")

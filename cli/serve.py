@@ -108,8 +108,7 @@ def serve(
     )
     shown = f"[{host}]" if ":" in host else host
     typer.echo(f"kvaccord serves http://{shown}:{listener.getsockname()[1]}/ on {store}")
-    reload = None if policy is None else lambda: _reload(service, policy)
-    server = _Server(config, service, reload)
+    server = _Server(config, service, lambda: _reload(service, policy))
     server.run(sockets=[listener])
     if server.refusal is not None:
         _refuse(str(server.refusal))
@@ -119,7 +118,7 @@ class _Server(uvicorn.Server):
     """Ends its streams and long polls on the first signal, so that it stops at once."""
 
     def __init__(
-        self, config: uvicorn.Config, service: Service, reload: Callable[[], None] | None
+        self, config: uvicorn.Config, service: Service, reload: Callable[[], None]
     ) -> None:
         super().__init__(config)
         self._service = service
@@ -127,6 +126,8 @@ class _Server(uvicorn.Server):
         self.refusal: StoreUnreadable | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if hasattr(signal, "SIGHUP"):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
         try:
             await self._service.start()  # every open round is watched before anyone is answered
         except StoreUnreadable as error:
@@ -137,8 +138,6 @@ class _Server(uvicorn.Server):
         gc.set_threshold(50_000, 20, 100)
         gc.freeze()
         await super().startup(sockets)
-        if self._reload is not None and hasattr(signal, "SIGHUP"):
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._service.stop()
@@ -201,8 +200,11 @@ def _settings(
         _refuse(str(error))
 
 
-def _reload(service: Service, path: Path) -> None:
+def _reload(service: Service, path: Path | None) -> None:
     """SIGHUP: the file's rules from now on; a file that makes no sense changes nothing."""
+    if path is None:
+        logging.getLogger("kvaccord").warning("SIGHUP without --policy: nothing to read again")
+        return
     try:
         service.policies = load_policies(path, service.policies.defaults)
     except ValueError as error:

@@ -17,7 +17,8 @@ def check_rooms(round_: Round, reports: Mapping[int, Report]) -> dict[str, Any]:
     """`{fits, code, ranks: [{rank, class, planned, room}]}` for the ranks asked about.
 
     room: entries of that class that fit once the classes before it have theirs, state first, in
-    the order of their names: the planner's own arithmetic. Raises Invalid for a foreign rank.
+    the order of their names: the planner's own arithmetic. Of a planned class that a report lacks
+    nothing fits. Raises Invalid for a foreign rank.
     """
     if foreign := sorted(set(reports) - set(range(round_.layout.world_size))):
         raise Invalid(
@@ -40,5 +41,7 @@ def check_rooms(round_: Round, reports: Mapping[int, Report]) -> dict[str, Any]:
             wanted = planned.get(name, 0)
             rows.append({"rank": rank, "class": name, "planned": wanted, "room": room})
             left -= wanted * size
+        for name in planned.keys() - sizes.keys():
+            rows.append({"rank": rank, "class": name, "planned": planned[name], "room": 0})
     fits = all(row["room"] >= row["planned"] for row in rows)
     return {"fits": fits, "code": "fits" if fits else "plan_no_longer_fits", "ranks": rows}

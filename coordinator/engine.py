@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any, Literal, assert_never
 
 from pydantic import TypeAdapter
@@ -91,6 +91,11 @@ class Round:
     ended: Literal["FAILED", "SEALED", "ABORTED"] | None = None
     outcome: bytes = b""
     retired: str | None = None
+
+    @cached_property
+    def attempts(self) -> dict[tuple[str, tuple[int, ...]], int]:
+        """By nonce and ranks. Kept, since each join asks every round, and most change no more."""
+        return {(m.join.nonce, m.ranks): a for a, m in self.members.items()}
 
     @property
     def open(self) -> bool:

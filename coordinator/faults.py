@@ -40,7 +40,7 @@ class Rule(Message):
     kind: Literal["delay", "shrink_memory", "drop_answer"]
     namespace: Glob = "*"
     engine: Glob
-    ranks: tuple[Rank, ...] | None = None
+    ranks: Annotated[tuple[Rank, ...], Field(min_length=1, fail_fast=True)] | None = None
     call: CallName = "report"
     delay_s: Annotated[float, Field(gt=0, le=MAX_DELAY_S)] | None = None
     field: Literal["free_bytes", "kv_budget_bytes"] | None = None

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
 from kvaccord.faulty import impossible
 from kvaccord.messages import AskedBudgets, AskedEnds
 
-Seconds = Annotated[float, Field(gt=0, le=10**7, allow_inf_nan=False)]
+# Strict: YAML reads `yes` as true, which would be one second.
+Seconds = Annotated[float, Strict(), Field(gt=0, le=10**7, allow_inf_nan=False)]
+Share = Annotated[float, Strict(), Field(gt=0, le=1)]
 
 
 class Setting(BaseModel):
@@ -46,8 +48,8 @@ class Policy(Setting):
     stall_s: Seconds = 300.0  # without progress for so long is stuck
     grace_s: Seconds = 0.5
     shortfall_grace_s: Seconds = 2.0
-    spread_limit: Annotated[float, Field(gt=0, le=1)] | None = None  # a share; above it: a failure
-    keep_rounds: Annotated[int, Field(ge=1, le=1000)] = 50
+    spread_limit: Share | None = None  # above it: a failure
+    keep_rounds: Annotated[int, Strict(), Field(ge=1, le=1000)] = 50
 
     @model_validator(mode="after")
     def _ends_exceed_what_they_wait_for(self) -> Policy:
@@ -62,16 +64,24 @@ class Policy(Setting):
         return self
 
     def shortened(self, asked: AskedBudgets | None) -> Policy:
-        """This policy with the shorter budgets that the first claim's join asked for."""
+        """This policy with the shorter budgets that the first claim's join asked for.
+
+        The graces shrink along: no grace outlasts a budget.
+        """
         if asked is None:
             return self
-        return self.model_copy(
-            update={
-                "gather_s": min(self.gather_s, asked.gather_s or self.gather_s),
-                "report_s": _shorter(self.report_s, asked.report_s),
-                "apply_s": _shorter(self.apply_s, asked.apply_s),
-            }
-        )
+        gather_s = min(self.gather_s, asked.gather_s or self.gather_s)
+        report_s = _shorter(self.report_s, asked.report_s)
+        apply_s = _shorter(self.apply_s, asked.apply_s)
+        shortest_s = min(gather_s, report_s.hard, apply_s.hard)
+        shorter = {
+            "gather_s": gather_s,
+            "report_s": report_s,
+            "apply_s": apply_s,
+            "grace_s": min(self.grace_s, shortest_s),
+            "shortfall_grace_s": min(self.shortfall_grace_s, shortest_s),
+        }
+        return Policy.model_validate({**dict(self), **shorter})
 
 
 def _shorter(ends: Ends, asked: AskedEnds | None) -> Ends:

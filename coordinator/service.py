@@ -73,8 +73,11 @@ class Service:
 
     async def start(self) -> None:
         """Read every log and take up every open round, before anyone is answered."""
-        for cell in await self._writer.load():
+        cells = await self._writer.load()
+        for cell in cells:
             await self._budgets.resume(cell)
+        # No clock runs before the last is read: nobody is heard until then.
+        for cell in cells:
             self._budgets.watch(cell)
             self._expect_members(cell)
 
@@ -331,12 +334,7 @@ class Service:
         wait_s: float = 0.0,
     ) -> Round:
         cell = self._writer.cell(name)
-        try:
-            await self._writer.carry_out(cell, command)
-        except Refused:
-            with suppress(Refused):
-                await self.seen(name, command.round, command.attempt)
-            raise
+        await self._writer.carry_out(cell, command)
         loop = asyncio.get_running_loop()
         until = loop.time() + wait_s
         while not done(cell.engine.rounds[command.round]) and not self.stopping:

@@ -148,9 +148,9 @@ class Writer:
                     return steps
                 if await self._append(cell, events, kept[-1].after):
                     break
-            self._tell(cell, events)
         except Exception as fault:  # whatever it is, all of them wait to hear of it
             return [fault for _ in batch]
+        self._tell(cell, events)
         if any(waiting.heard.cancelled() for waiting in batch):
             self._on_found(cell)
         return steps
@@ -178,7 +178,11 @@ class Writer:
         return True
 
     def _tell(self, cell: Cell, events: tuple[Event, ...]) -> None:
-        self._on_kept(cell, events)
+        try:
+            self._on_kept(cell, events)
+        except Exception:  # what is kept is kept, and nobody may go on waiting for it
+            log.exception("%s: what was kept has been told late", cell.name)
+            cell.wake()
         ended = any(isinstance(e, Decided | Ended) for e in events)
         if ended and len(cell.engine.rounds) > 2 * self._keep_rounds(cell.name):
             self._do_later(self._compact(cell))

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from kvaccord.errors import Invalid
@@ -16,6 +23,9 @@ else:
     ModelMetaclass = type(BaseModel)
 
 SHOWN = 80  # characters of a value, which may be as long as a body
+# Above it faults are counted, not listed: every one of a body of 1 MiB that is wrong throughout
+# would be a document of its own, 1.5 GB in all. A field misspelt on every rank stays below.
+MANY_FAULTS = 4096
 
 WHAT_TO_DO = {
     "missing": "it is required: add it",
@@ -31,6 +41,21 @@ def impossible(field: str, value: object, sentence: str) -> PydanticCustomError:
     return PydanticCustomError(
         "impossible", "{sentence}", {"sentence": sentence, "field": field, "value": str(value)}
     )
+
+
+def few_faults(value: object, validate: ValidatorFunctionWrapHandler) -> Any:
+    """A wrapping validator: of a value with more than MANY_FAULTS faults it says one, how many."""
+    try:
+        return validate(value)
+    except ValidationError as error:
+        if (count := error.error_count()) <= MANY_FAULTS:
+            raise
+        raise impossible(
+            "",
+            f"({count} faults)",
+            "it is wrong throughout; docs/protocol.md has its form: send a part of it to hear what"
+            " is wrong there",
+        ) from None
 
 
 class Fault(NamedTuple):
@@ -94,3 +119,8 @@ class Message(BaseModel, metaclass=_Sayable):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _few_faults(cls, value: object, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        return few_faults(value, validate)  # type: ignore[no-any-return]

@@ -64,7 +64,7 @@ class Layout(Message):
     pp: Axis = 1
     pcp: Axis = 1
     tp: Axis = 1
-    equal_over: tuple[Literal["dp"], ...] = Field(default=(), max_length=1)
+    equal_over: Annotated[tuple[Literal["dp"], ...], Field(max_length=1, fail_fast=True)] = ()
 
     @model_validator(mode="after")
     def _world_is_bounded(self) -> Layout:

@@ -208,7 +208,7 @@ class Report(Message):
     local_count: Positive | None = None  # processes of this engine that share the device
     # Other resources (host tier, disk); a rank without one that its peers have says 0.
     capacities: Annotated[dict[Name, Bytes], Field(max_length=32)] | None = None
-    classes: Annotated[tuple[CacheClass, ...], Field(min_length=1, max_length=32)]
+    classes: Annotated[tuple[CacheClass, ...], Field(min_length=1, max_length=32, fail_fast=True)]
     parts: OpenMap | None = None  # explains the numbers; changes none
 
     @property
@@ -272,7 +272,12 @@ class Launch(Message):
 
     run: Printable
     restart: Whole = 0
-    source: Literal["env", "torchrun", "slurm", "lws", "jobset", "ray", "master"] = "env"
+    source: Literal["env", "torchrun", "mpi", "slurm", "jobset", "ray", "lws", "master"] = "env"
+
+    @property
+    def comes_back(self) -> bool:
+        """Whether a later start may be named the same: an address, a pid, a counter from 1."""
+        return self.source in ("mpi", "ray", "lws", "master")
 
     def __str__(self) -> str:
         return f"{self.run} (restart {self.restart})"
@@ -303,7 +308,7 @@ class AskedBudgets(Message):
 class Join(Message):
     """A process asks for an attempt number for the ranks it holds. Opens and binds nothing."""
 
-    ranks: Annotated[tuple[Rank, ...], Field(min_length=1, max_length=MAX_WORLD)]
+    ranks: Annotated[tuple[Rank, ...], Field(min_length=1, max_length=MAX_WORLD, fail_fast=True)]
     layout: Layout = Layout()
     groups: dict[RankKey, Groups] | None = None  # of each of its ranks, where they are no grid
     nonce: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:-]{8,64}$")]

@@ -177,7 +177,14 @@ def _shared(report: Report) -> str | None:
 
 def _moved(report: Report) -> str | None:
     initial, free = report.initial_free_bytes, report.free_bytes
-    if initial is None:
+    moved = _part(report, "free_moved_bytes") or 0
+    if abs(moved) > (report.total_bytes or free) * MOVED_OVER:
+        return (
+            f"other processes {'released' if moved > 0 else 'took'} {size(abs(moved))} of the"
+            " device while it was measured, so that the budget was measured against a moving"
+            " amount"
+        )
+    if initial is None or (report.local_count or 1) > 1:  # its siblings load beside it
         return None
     slack = initial * MOVED_OVER
     if free > initial + slack:

@@ -16,7 +16,14 @@ import pytest
 from kvaccord.errors import Aborted, Failed, Invalid, NoVerdict
 from kvaccord.layout import Layout
 from kvaccord.messages import Report, page
-from tests.fake_coordinator import REPORT, WAITING, a_decision, an_outcome, fake_coordinator
+from tests.fake_coordinator import (
+    CLAIMED,
+    REPORT,
+    WAITING,
+    a_decision,
+    an_outcome,
+    fake_coordinator,
+)
 from tests.wire import an_engine
 from worker_client import AsyncRendezvous
 
@@ -146,6 +153,43 @@ def test_two_tasks_do_not_use_one_object_at_once(server):
 
     in_a_loop(start())
     assert server.said("leave") == {"reason": "given up"}
+
+
+def test_a_join_that_is_cancelled_in_its_claim_leaves_no_seat_behind(server):
+    claims = []
+
+    def claim():
+        claims.append(time.monotonic())
+        if len(claims) == 1:
+            time.sleep(0.5)
+        return 200, CLAIMED
+
+    server.answers["claim"] = claim
+
+    async def start():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(joining(server), 0.2)
+
+    in_a_loop(start())
+    assert server.words() == ["join", "claim", "claim", "veto"]
+    assert server.said("veto")["text"] == "CancelledError"
+
+
+def test_a_task_may_leave_while_another_waits_and_nothing_stays_locked(server):
+    server.answers["reports"] = (202, WAITING)
+
+    async def start():
+        rdzv = await joining(server)
+        first = asyncio.create_task(rdzv.report(REPORT))
+        await asyncio.sleep(0.1)
+        await rdzv.veto("the real cause")
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        with pytest.raises(Invalid, match="not joined twice"):
+            await rdzv.report(REPORT)
+
+    in_a_loop(start())
+    assert server.said("veto")["text"] == "the real cause"
 
 
 def test_a_black_hole_is_no_verdict_within_its_patience():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.wire import KV, Worker, a_report, an_engine, serving
+from tests.wire import KV, Coordinator, Worker, a_report, an_engine, serving
 
 
 @pytest.fixture
@@ -243,6 +244,51 @@ def test_an_unknown_path_and_method_are_problems_too(url: str) -> None:
     problem(httpx.delete(f"{url}/v1/budgets"), 405, "invalid")
     problem(httpx.get(f"{url}/v1/engines/default/nobody/rounds/current/status"), 404, "not_found")
     problem(httpx.post(f"{url}/v1/engines/default/a b/join", json={}), 422, "invalid")
+
+
+def many(value: Any, n: int = 50_000) -> dict[str, Any]:
+    return {f"k{i}": value for i in range(n)}
+
+
+def held_mb(running: Coordinator) -> int:
+    """The most memory that its process ever held."""
+    status = Path(f"/proc/{running.process.pid}/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) // 1024
+
+
+def test_a_body_that_is_wrong_throughout_is_refused_with_one_fault_and_little_memory() -> None:
+    with serving() as running:
+        worker = Worker(running.url, an_engine(), 0, tp=2).enter()
+        before_mb = held_mb(running)
+
+        def said(path: str, body: Any) -> str:
+            content = json.dumps(body, separators=(",", ":"))
+            headers = worker.headers | {"Content-Type": "application/json"}
+            method = "PUT" if path.endswith(("reports", "applied")) else "POST"
+            answer = worker.http.request(method, path, content=content, headers=headers)
+            return str(problem(answer, 422, "invalid")["detail"])
+
+        ranks = [{}] * 300_000
+        assert "(3 more faults" in said("/v1/plan", {"layout": {"tp": 1}, "reports": ranks})
+        applied = {"digest": "sha256:" + "0" * 64, "built": many("x")}
+        for path, body in (
+            (f"{worker.at}/reports", many(1)),
+            (f"{worker.at}/reports", {"0": many(1)}),
+            (f"{worker.at}/applied", applied),
+            (f"{worker.base}/join", worker.document | {"groups": many({})}),
+            (f"{worker.base}/join", worker.document | {"inputs": many(1.5)}),
+            (f"{worker.base}/join", worker.document | many(1)),
+        ):
+            assert " faults): it is wrong throughout" in said(path, body)
+        assert held_mb(running) - before_mb < 200
+        assert worker.report().status_code == 202
+
+
+def test_a_field_that_is_misspelt_on_every_rank_is_named(url: str, worker: Worker) -> None:
+    wrong = {"free_bytes": 1, "kv_budget": 1, "classes": KV}
+    answer = worker.put("reports", {str(rank): wrong for rank in range(1024)})
+    detail = problem(answer, 422, "invalid")["detail"]
+    assert detail.startswith("rank 0: kv_budget_bytes absent")
 
 
 def test_a_body_of_100_mb_is_refused_and_slows_nobody(url: str, worker: Worker) -> None:

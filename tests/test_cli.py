@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
+import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,37 @@ def patient() -> Any:
 @pytest.fixture
 def at(patient: Coordinator) -> str:
     return f"--url={patient.url}"
+
+
+def trickling() -> socket.socket:
+    """Listens, and answers whoever calls a byte every second, without end."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer(caller: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            caller.recv(4096)
+            caller.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 4000\r\n\r\n")
+            while True:
+                caller.sendall(b" ")
+                time.sleep(1.0)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                caller, _ = listener.accept()
+                threading.Thread(target=answer, args=(caller,), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    return listener
+
+
+@pytest.mark.parametrize("words", [["healthcheck"], ["budgets"]])
+def test_no_command_waits_for_ever_for_an_answer_that_trickles_in(words: list[str]) -> None:
+    with trickling() as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        code, _, complaint = kvaccord(*words, f"--url={url}")
+    assert code == 1
+    assert "its answer had no end" in complaint
 
 
 def sealed(url: str, engine: str, run: str = "run-1") -> None:
@@ -102,6 +136,7 @@ def test_a_plan_is_what_the_coordinator_answers(patient: Coordinator, tmp_path: 
     ("content", "said"),
     [
         ("no json", "JSON"),
+        ("[" * 100_000, "JSON"),
         ("[]", "a JSON object"),
         ('{"layout": {"tp": 2}, "reports": []}', "reports"),
         ('{"reports": [{"rank": 0, "free_bytes": -1}]}', "rank 0: free_bytes -1"),

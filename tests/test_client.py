@@ -10,10 +10,19 @@ import time
 import pytest
 
 from kvaccord.decision import Decision
-from kvaccord.errors import Aborted, Conflict, Failed, Invalid, LaunchMissing, NoVerdict
+from kvaccord.errors import (
+    Aborted,
+    Conflict,
+    DuplicateRank,
+    Failed,
+    Invalid,
+    LaunchMissing,
+    NoVerdict,
+)
 from kvaccord.layout import Layout
-from kvaccord.messages import Report, page
+from kvaccord.messages import Report, Veto, page
 from tests.fake_coordinator import (
+    CLAIMED,
     REPORT,
     VERDICT,
     WAITING,
@@ -21,7 +30,7 @@ from tests.fake_coordinator import (
     an_outcome,
     fake_coordinator,
 )
-from worker_client import Agreed, Rendezvous
+from worker_client import Agreed, Exit, Rendezvous
 from worker_client.causes import cause_text, first_cause
 
 PAIR = Layout(tp=2)
@@ -262,9 +271,8 @@ print("joined")
 # What cannot be true is said before anything is sent
 
 
-@pytest.mark.parametrize("mode", ["enforce", "observe"])
-def test_many_ranks_without_a_coordinator_are_refused_where_a_mode_asks_for_one(monkeypatch, mode):
-    monkeypatch.setenv("KVACCORD_MODE", mode)
+def test_many_ranks_without_a_coordinator_are_refused_where_a_mode_asks_for_one(monkeypatch):
+    monkeypatch.setenv("KVACCORD_MODE", "enforce")
     with pytest.raises(Invalid, match="set KVACCORD_URL"):
         Rendezvous.join(engine="e", ranks=[0], layout=PAIR, launch="job-1")
 
@@ -427,6 +435,115 @@ def test_what_was_only_being_handled_is_mentioned_and_no_cause():
         "RuntimeError: CUDA out of memory"
         " (while handling ModuleNotFoundError: No module named 'apex')"
     )
+
+
+class Unsayable:
+    def __str__(self):
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "said"),
+    [
+        ("OOM in layer 3", {"rank": 7}, {"text": "OOM in layer 3 (said of rank 7)", "rank": 0}),
+        ("no", {"rank": "x"}, {"text": "no (said of rank x)", "rank": 0}),
+        (MemoryError("2 GiB"), {}, {"text": "MemoryError: 2 GiB", "trace": "MemoryError: 2 GiB\n"}),
+        (None, {}, {"text": "no reason given"}),
+        (["a\n", "b"], {"trace": ["x\n", "y"]}, {"text": "a\nb", "trace": "x\ny"}),
+        ("no", {"code": "out of memory"}, {"code": "out_of_memory"}),
+        ("no", {"code": "x" * 65}, {"code": "x" * 64}),
+        ("a\ud800b", {"retryable": "yes"}, {"text": "a?b", "retryable": True}),
+        (Unsayable(), {"retryable": 0}, {"text": "a Unsayable that cannot be shown"}),
+        (b"\xff", {"code": 5, "trace": 5}, {"text": "\ufffd", "code": "5", "trace": "5"}),
+    ],
+)
+def test_a_no_is_never_refused_for_its_form(server, text, fields, said):
+    with joined(server) as rdzv:
+        rdzv.veto(text, **fields)
+    assert server.words() == ["join", "claim", "veto"]
+    assert server.said("veto").items() >= said.items()
+    Veto.model_validate(server.said("veto"))
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"), [(5, "5"), ("a\ud800", "a?"), ("x" * 2000, "x" * 1024)]
+)
+def test_a_goodbye_is_never_refused_for_its_form(server, reason, said):
+    joined(server).leave(reason)
+    assert server.said("leave") == {"reason": said}
+
+
+def test_a_veto_that_is_refused_for_its_form_is_said_again_in_its_smallest_one(server):
+    answers = iter([(422, {"code": "invalid", "detail": "trace"}), (202, WAITING)])
+    server.answers["veto"] = lambda: next(answers)
+    joined(server).veto("out of \u2028memory", code="oom", trace="a trace", retryable=False)
+    assert server.words() == ["join", "claim", "veto", "veto"]
+    assert server.said("veto") == {"rank": 0, "text": "out of ?memory", "retryable": False}
+
+
+WRONG = {
+    "ranks": None,
+    "layout": {"tp": 1},
+    "engine": 5,
+    "url": 5,
+    "namespace": b"x",
+    "launch": 5,
+    "inputs": [1],
+    "groups": 5,
+    "device": 5,
+    "on_stop": None,
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_a_value_of_a_wrong_type_is_refused_by_field_value_and_remedy(server, field):
+    with pytest.raises(Invalid) as wrong:
+        joined(server, **{field: WRONG[field]})
+    assert wrong.value.field == field
+    assert str(WRONG[field]) in str(wrong.value)
+    assert server.told == []
+
+
+@pytest.mark.parametrize("wrong", ["x", [REPORT], {0: {}}, {"a": REPORT}, None])
+def test_what_is_no_report_is_refused_and_heard_by_all(server, wrong):
+    with pytest.raises(Invalid) as refused, joined(server) as rdzv:
+        rdzv.report(wrong)
+    assert refused.value.field == "reports"
+    assert server.said("veto")["text"].startswith("Invalid: ")
+
+
+@pytest.mark.parametrize("wrong", ["kv", [8], 5, None])
+def test_what_is_no_account_of_what_was_built_is_refused(server, wrong):
+    with joined(server) as rdzv:
+        rdzv.report(REPORT)
+        with pytest.raises(Invalid) as refused:
+            rdzv.applied(built=wrong)
+    assert refused.value.field == "built"
+
+
+@pytest.mark.parametrize(
+    "exit", [Exit("x"), Exit(None), Exit(1e12), Exit(-1), Exit(float("nan")), Exit(1, code="x")]
+)
+def test_an_exit_that_could_not_be_carried_out_is_refused_when_it_is_given(server, exit):
+    with pytest.raises(Invalid, match=r"Exit\((grace_s|code)="):
+        joined(server, on_stop=exit)
+    assert server.told == []
+
+
+def test_a_join_that_is_given_up_in_its_claim_leaves_no_seat_behind(server):
+    answers = iter([(503, b""), (503, b"")])
+    server.answers["claim"] = lambda: next(answers, (200, CLAIMED))
+    with pytest.raises(NoVerdict):
+        joined(server, patience_s=0.15)
+    assert server.words()[-2:] == ["claim", "leave"]
+    assert server.said("leave") == {"reason": "NoVerdict"}
+
+
+def test_a_claim_that_was_refused_is_not_made_again(server):
+    server.answers["claim"] = (409, {"code": "duplicate_rank", "detail": "rank 0 is alive"})
+    with pytest.raises(DuplicateRank):
+        joined(server)
+    assert server.words() == ["join", "claim"]
 
 
 def test_a_huge_text_does_not_hold_up_the_veto(server):

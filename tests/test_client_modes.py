@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import socket
@@ -16,7 +17,7 @@ import pytest
 import worker_client.driver  # noqa: F401  loaded once, before anything is timed
 from kvaccord.errors import Aborted, Failed, Invalid, Superseded
 from kvaccord.layout import Layout
-from kvaccord.messages import Report, page
+from kvaccord.messages import Phase, Report, page
 from tests.fake_coordinator import REPORT, WAITING, a_decision, an_outcome, fake_coordinator
 from tests.wire import an_engine
 from worker_client import Rendezvous, Room, Standing
@@ -187,6 +188,51 @@ def test_observe_never_waits_raises_or_stops_whatever_answers(
     assert random.getstate() == before
 
 
+WRONG = {
+    "ranks": None,
+    "layout": {"tp": 1},
+    "engine": 5,
+    "url": 5,
+    "namespace": b"x",
+    "launch": 5,
+    "inputs": [1],
+    "groups": 5,
+    "device": 5,
+    "patience_s": "soon",
+    "on_stop": None,
+}
+
+
+@pytest.mark.parametrize("mode", ["off", "observe"])
+@pytest.mark.parametrize("field", WRONG)
+def test_no_argument_of_whatever_type_fails_a_start_that_is_not_enforced(server, mode, field):
+    rdzv = joined(server, mode=mode, **{field: WRONG[field]})
+    OBSERVED.append(rdzv)
+    with rdzv:
+        assert rdzv.report(REPORT, own=5).entries is None
+        rdzv.applied(built=5)
+        assert rdzv.serving() == Standing(True)
+
+
+@pytest.mark.parametrize("mode", ["off", "observe"])
+def test_no_call_raises_where_nothing_is_enforced(server, mode):
+    rdzv = joined(server, mode=mode)
+    OBSERVED.append(rdzv)
+    rdzv.phase(None, "x", done="y")
+    assert rdzv.report("x", own={0: 5, 1: {}}).entries is None
+    assert rdzv.report([REPORT], own=OWN).entries == OWN
+    rdzv.applied(built="kv")
+    assert rdzv.check({0: {}}).fits
+    rdzv.veto(None, rank="x", code=5, trace=[5])
+    rdzv.leave(5)
+    rdzv.close()
+
+
+def test_observe_without_a_coordinator_goes_on():
+    with Rendezvous.join(engine="e", ranks=[0], layout=PAIR, mode="observe") as rdzv:
+        assert rdzv.report(REPORT, own=OWN).entries == OWN
+
+
 def test_observe_does_not_fail_a_start_for_arguments_that_are_wrong(server):
     with joined(server, mode="observe", engine="a/b", ranks=[7]) as rdzv:
         assert rdzv.report(REPORT, own=OWN).entries == OWN
@@ -283,10 +329,37 @@ def test_a_superseded_process_hears_it_from_its_phase_too(server):
     rdzv.close()
 
 
-@pytest.mark.parametrize("progress", [-1, 1.5, "7"])
-def test_progress_is_a_whole_number(server, progress):
-    with pytest.raises(Invalid, match="progress"), joined(server) as rdzv:
-        rdzv.phase("load", progress)
+@pytest.mark.parametrize(
+    ("name", "progress", "counts", "said"),
+    [
+        ("load", 2**53, {}, {"phase": "load", "progress": 4}),
+        ("load", 10**400, {}, {"phase": "load", "progress": 4}),
+        ("load", -1, {}, {"phase": "load", "progress": 3}),
+        ("load", "7", {}, {"phase": "load", "progress": 3}),
+        ("load", None, {}, {"phase": "load", "progress": 3}),
+        ("load", float("nan"), {}, {"phase": "load", "progress": 3}),
+        ("load", 7.5, {"total": 9.5}, {"phase": "load", "progress": 7, "total": 9}),
+        ("load", 7, {"done": -1, "total": 2**53}, {"phase": "load", "progress": 7}),
+        ("", 7, {}, {"phase": "unnamed", "progress": 7}),
+        ("x" * 65, 7, {}, {"phase": "x" * 64, "progress": 7}),
+        ("\ud800", 7, {}, {"phase": "?", "progress": 7}),
+        (None, 7, {}, {"phase": "unnamed", "progress": 7}),
+    ],
+)
+def test_a_phase_is_mended_and_never_ends_a_healthy_start(server, name, progress, counts, said):
+    with joined(server) as rdzv:
+        rdzv.phase("begin", 3)
+        eventually(lambda: "phase" in server.words())
+        rdzv.phase(name, progress, **counts)
+        eventually(lambda: server.words().count("phase") == 2)
+    assert server.said("phase") == said
+    Phase.model_validate(said)
+
+
+def test_nanoseconds_as_progress_grow_by_what_has_passed_and_silence_no_later_phase(server):
+    with joined(server) as rdzv:
+        body = [rdzv._phase("load", n, None, None) for n in (10**18, 10**18 + 5, 3, 4, 2**53 - 1)]
+    assert [json.loads(b)["progress"] for b in body] == [0, 5, 6, 7, 8]
 
 
 # After the seal
@@ -312,6 +385,13 @@ def test_a_broken_standing_names_the_ranks_that_are_missing(server):
     server.answers["serving"] = (200, {"standing": "broken", "ranks": [3]})
     with sealed(server) as rdzv:
         assert rdzv.serving() == Standing(False, (3,))
+
+
+def test_a_round_that_was_retired_stands_no_longer_and_says_why(server):
+    retired = {"standing": "retired", "ranks": [], "reason": "resized"}
+    server.answers["serving"] = (200, retired)
+    with sealed(server) as rdzv:
+        assert rdzv.serving() == Standing(False, (), retired=True, reason="resized")
 
 
 def test_a_process_that_serves_hears_that_it_is_superseded_and_follows_on_stop(server):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -60,6 +61,16 @@ def test_a_waiting_call_is_answered_and_every_session_is_moved(durable: Coordina
     assert answers[0].json()["missing"] == [{"rank": 1, "host": "host-1"}]
     for worker in (first, second):
         assert [event for event, _, _ in worker.events()][-1] == "move"
+
+
+def test_half_a_body_does_not_hold_it_up(durable: Coordinator) -> None:
+    with socket.create_connection(("127.0.0.1", durable.port)) as half:
+        half.sendall(b"POST /v1/plan HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        time.sleep(0.2)
+        began_s = time.monotonic()
+        durable.stop()
+        assert time.monotonic() - began_s < 3
+        assert half.recv(100).startswith(b"HTTP/1.1 503 ")
 
 
 def test_replaced_again_and_again_under_five_engines_it_loses_nobody(durable: Coordinator) -> None:

@@ -163,6 +163,7 @@ def test_a_rule_ends_by_itself_and_at_once_when_told(staging: Coordinator) -> No
     ("rule", "field"),
     [
         ({"kind": "delay"}, "delay_s"),
+        ({"kind": "drop_answer", "ranks": []}, "ranks"),
         ({"kind": "delay", "delay_s": 0}, "delay_s"),
         ({"kind": "delay", "delay_s": 1, "expires_s": 3601}, "expires_s"),
         ({"kind": "drop_answer", "delay_s": 1}, "delay_s"),

@@ -121,6 +121,15 @@ def test_the_pauses_double_up_to_five_seconds():
     assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
 
 
+def test_the_pauses_double_against_garbage_too():
+    steps = agreeing(attached=False)
+    pauses = []
+    for _ in range(6):
+        pauses.append(steps.say(b"{}", 202).at_most_s)
+        steps.answer()
+    assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0]
+
+
 def test_a_call_that_timed_out_is_given_longer_so_that_a_long_queue_drains():
     steps = entering(patience_s=60.0)
     limits = []

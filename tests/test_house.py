@@ -54,6 +54,7 @@ IMPURE = {
     "worker_client/engines/vllm/numbers.py": CLOCKS_AND_IO | {"httpx", "threading"},
     "worker_client/reading.py": CLOCKS_AND_IO | {"httpx", "threading"},
     "worker_client/causes.py": CLOCKS_AND_IO | {"httpx", "threading"},
+    "worker_client/goodbye.py": CLOCKS_AND_IO | {"httpx", "threading"},
     "verifier/": CLOCKS_AND_IO | {"sys", "pathlib"},
     "reader/engines/": CLOCKS_AND_IO | {"sys", "pathlib"},
     **{

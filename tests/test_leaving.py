@@ -190,7 +190,7 @@ def test_a_second_thread_is_refused_by_name_while_a_call_runs(server):
     first.start()
     while "reports" not in server.words():
         time.sleep(0.01)
-    for call in (lambda: rdzv.report(REPORT), lambda: rdzv.applied(built={}), rdzv.leave):
+    for call in (lambda: rdzv.report(REPORT), lambda: rdzv.applied(built={})):
         with pytest.raises(Invalid, match=r"while report\(\) runs in thread"):
             call()
     rdzv.phase("profile", 3)  # any thread may
@@ -198,6 +198,28 @@ def test_a_second_thread_is_refused_by_name_while_a_call_runs(server):
     first.join(5.0)
     assert len(ended) == 1
     rdzv.close()
+
+
+def test_the_cause_is_said_though_another_thread_stands_in_a_call(server):
+    server.answers["reports"] = (202, WAITING)
+    ended = []
+
+    def report(rdzv):
+        with pytest.raises(Failed) as failed:
+            rdzv.report(REPORT)
+        ended.append(failed.value)
+
+    rdzv = Rendezvous.join(url=server.url, engine="e", ranks=[0])
+    waits = threading.Thread(target=report, args=(rdzv,))
+    waits.start()
+    while "reports" not in server.words():
+        time.sleep(0.01)
+    server.answers["reports"] = (200, a_decision("FAILED"))
+    with pytest.raises(RuntimeError), rdzv:
+        raise RuntimeError("the real cause")
+    assert server.said("veto")["text"] == "RuntimeError: the real cause"
+    waits.join(5.0)
+    assert len(ended) == 1
 
 
 def test_a_signal_handler_may_leave_in_the_middle_of_a_call(server):
@@ -422,7 +444,7 @@ def test_an_abort_while_the_pools_are_built_is_told_too(server):
 
 
 def test_on_stop_must_be_something_that_can_be_done(server):
-    with pytest.raises(TypeError, match="on_stop is 'explode'"):
+    with pytest.raises(Invalid, match="on_stop is 'explode'"):
         Rendezvous.join(url=server.url, engine="e", ranks=[0], on_stop="explode")
     assert server.told == []
 

@@ -162,6 +162,15 @@ def test_check_asks_whether_the_plan_in_force_still_has_room(url: str) -> None:
     assert short["ranks"] == [{"rank": 0, "class": "kv", "planned": 90, "room": 5}]
 
 
+def test_nothing_fits_of_a_planned_class_that_a_check_leaves_out(url: str) -> None:
+    first, _ = workers = a_pair(url)
+    sealed(workers)
+    other = [{"kind": "page", "name": "other", "entry_bytes": 1}]
+    answer = post(first, "check", {"0": a_report(classes=other)}).json()
+    assert not answer["fits"]
+    assert {"rank": 0, "class": "kv", "planned": 90, "room": 0} in answer["ranks"]
+
+
 def test_an_observed_round_is_listed_and_never_in_force(url: str) -> None:
     workers = a_pair(url, mode="observe")
     for worker in workers:
@@ -210,6 +219,13 @@ def test_a_policy_is_read_again_on_sighup_and_a_broken_one_changes_nothing(tmp_p
             running.process.send_signal(signal.SIGHUP)
             time.sleep(0.3)
             assert gather_s(running) == expected
+
+
+def test_sighup_ends_no_coordinator_that_has_no_policy_file() -> None:
+    with serving() as running:
+        running.process.send_signal(signal.SIGHUP)
+        time.sleep(0.3)
+        assert httpx.get(f"{running.url}/readyz").status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -398,6 +398,21 @@ def test_memory_that_went_beyond_what_the_parts_explain():
     assert moved(10_000, peak_torch_bytes=20_000) == [], "half of the parts explains nothing"
 
 
+def test_memory_that_others_moved_while_it_was_measured():
+    assert moved(100_000, initial=None, free_moved_bytes=1_000) == [], "1 % is nothing"
+    assert moved(100_000, initial=None, free_moved_bytes=-1_001) == [
+        "rank 0: other processes took 1001 bytes (0.00 GiB) of the device while it was measured, so"
+        " that the budget was measured against a moving amount"
+    ]
+    (released,) = moved(100_000, initial=None, free_moved_bytes=1_001)
+    assert "released 1001 bytes" in released
+
+
+def test_siblings_that_load_beside_a_rank_are_no_surprise():
+    one = a_report(free_bytes=1_000, initial_free_bytes=100_000, local_count=2)
+    assert [code for code, *_ in warned(one) if code == "memory_moved"] == []
+
+
 def low_use(**fields):
     return [text for code, _, text in warned(a_report(**fields)) if code == "low_use_of_budget"]
 

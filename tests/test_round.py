@@ -1,10 +1,13 @@
 """The rules of a round, told as stories over the log of one engine."""
 
+from dataclasses import replace
+
 import pytest
 
 from coordinator.commands import Clear, Lose, Reserve, Submit, Suspect, Veto
 from coordinator.engine import KEPT_RESERVATIONS
 from coordinator.events import Claimed, Decided, Ended, Objected, Opened, Reported
+from coordinator.rules.joining import find_attempt
 from kvaccord import Layout, messages, page, state
 from kvaccord.canonical import digest
 from kvaccord.errors import (
@@ -16,6 +19,7 @@ from kvaccord.errors import (
     ProtocolTooOld,
     Superseded,
 )
+from kvaccord.layout import Groups
 from tests.builders import Log, a_join, a_launch, a_report, blamed, is_canonical
 
 
@@ -513,6 +517,31 @@ def test_a_difference_names_up_to_32_keys(log):
     assert len(log.decision.causes) + log.decision.document["verdict"]["more_causes"] <= 33
 
 
+def test_inputs_differ_in_whatever_order_their_ranks_come(log):
+    layout = Layout(tp=2)
+    log.claimed(1, layout=layout, inputs={"dtype": "bf16"})
+    log.claimed(0, layout=layout, inputs={"dtype": "fp8"})
+    log.spends("grace")
+    assert blamed(log.decision) == [("inputs_disagree", 1, "host-1")]
+    assert "inputs.dtype differs: fp8 on rank 0, bf16 on rank 1" in log.decision.message
+
+
+def test_who_agrees_with_most_adds_nothing_to_a_difference_between_others(log):
+    layout = Layout(tp=3)
+    for rank, dtype in ((1, "bf16"), (2, "fp8"), (0, "fp8")):
+        log.claimed(rank, layout=layout, inputs={"dtype": dtype})
+    log.spends("grace")
+    assert [code for code, *_ in blamed(log.decision)] == ["inputs_disagree"]
+
+
+def test_groups_differ_in_whatever_order_their_ranks_come(log):
+    layout = Layout(tp=2)
+    log.claimed(1, layout=layout, groups={1: Groups(budget="b", scheduler="x")})
+    log.claimed(0, layout=layout, groups={0: Groups(budget="b", scheduler="y")})
+    log.spends("grace")
+    assert blamed(log.decision) == [("inputs_disagree", 1, "host-1")]
+
+
 def test_a_join_without_inputs_differs_from_nothing(log):
     layout = Layout(tp=2)
     log.claimed(0, layout=layout, inputs={"dtype": "bf16"})
@@ -891,6 +920,34 @@ def test_a_whole_start_may_join_before_the_first_claim_of_the_next(log):
         log.joined(a_join(rank, layout=layout, launch=a_launch("run-1", 1)))
     assert len(log.engine.reservations) == KEPT_RESERVATIONS
     first[0].claims()
+
+
+def test_a_join_looks_through_the_members_of_an_ended_round_once(log):
+    class Counted(dict):
+        looks = 0
+
+        def items(self):
+            Counted.looks += 1
+            return super().items()
+
+        def values(self):
+            Counted.looks += 1
+            return super().values()
+
+    log.sealed(9, 9)
+    ended = replace(log.round, members=Counted(log.round.members))
+    log.engine = replace(log.engine, rounds={ended.number: ended})
+    for _ in range(5):
+        log.joined(a_join(0))
+    assert Counted.looks == 1
+
+
+def test_a_process_of_an_ended_round_that_joins_again_has_its_attempt(log):
+    first, _ = log.sealed(9, 9)
+    assert find_attempt(log.replayed(), first.join) == first.attempt
+    other = first.join.model_copy(update={"pid": 7})
+    with pytest.raises(Conflict):
+        find_attempt(log.replayed(), other)
 
 
 def test_reservations_do_not_accumulate(log):

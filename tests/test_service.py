@@ -58,3 +58,25 @@ def test_an_append_that_was_cancelled_is_found_out_about_though_nobody_calls():
         return known
 
     assert asyncio.run(story()) == 2
+
+
+def test_what_is_kept_is_answered_and_told_though_telling_it_meets_a_fault():
+    async def story() -> tuple[int, bool]:
+        service = Service(SlowLog())
+        await service.start()
+        await service.join(LLAMA, a_join(0))
+        told = asyncio.create_task(service.cell(LLAMA).change(20, "fact"))
+        await asyncio.sleep(0)
+
+        def faulty(*_: object) -> None:
+            raise ValueError("a fault of our own")
+
+        service._writer._on_kept = faulty
+        attempt = (await service.join(LLAMA, a_join(0)))["attempt"]
+        await asyncio.sleep(0)
+        heard = told.done()
+        told.cancel()
+        await service.close()
+        return attempt, heard
+
+    assert asyncio.run(story()) == (2, True)

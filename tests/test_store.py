@@ -231,6 +231,22 @@ def changed(path: Path, sql: str) -> None:
         db.execute(sql)
 
 
+def one_that_was_emptied(path: Path) -> None:
+    filled(path)
+    os.truncate(path, 0)
+
+
+def one_that_was_removed(path: Path) -> None:
+    filled(path)
+    path.unlink()
+
+
+def a_link_for_a_lock(path: Path) -> None:
+    filled(path)
+    beside(path, "-lock").unlink()
+    beside(path, "-lock").symlink_to(path.parent / "nowhere")
+
+
 REFUSED = [
     (a_folder, r"is a folder, not a file"),
     (a_dangling_link, r"is a link to \S+elsewhere.db, where nothing is; mend the link"),
@@ -248,6 +264,9 @@ REFUSED = [
     (a_damaged_wal, r"holds \d+ entries where 40 were acknowledged"),
     (a_shortened_wal, r"holds \d+ entries where 40 were acknowledged"),
     (a_damaged_page_under_a_wal, r"is no readable SQLite file .*restore a backup"),
+    (one_that_was_emptied, r"is empty, but 3 entries were acknowledged.*remove \S+-lock, or name"),
+    (one_that_was_removed, r"is missing, but 3 entries were acknowledged.*restore a backup"),
+    (a_link_for_a_lock, r"has a lock, \S+-lock, that is a link; remove the link"),
     (an_older_copy, r"holds 3 entries where 4 were.*older copy.*`kvaccord store restored --store"),
     (a_backup_over_a_wal, r"-wal do not belong together.*remove the second"),
     (one_without_its_table, r"no such table: entries.*restore a backup"),
@@ -268,6 +287,13 @@ def test_what_cannot_be_read_is_never_started_from(tmp_path, path, make, why):
     assert "--store" in text
     assert files_of(tmp_path) == before
     assert sorted(os.listdir(tmp_path)) == names
+
+
+def test_whoever_accepts_the_loss_of_a_store_begins_anew(path):
+    one_that_was_removed(path)
+    beside(path, "-lock").unlink()
+    filled(path)
+    assert len(run(read_all(path))) == 3
 
 
 def test_a_killed_ones_files_are_read_whole(path):

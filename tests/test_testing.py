@@ -218,6 +218,20 @@ def test_a_code_that_does_not_exist_is_named():
         scripted("rank_tired")
 
 
+@pytest.mark.parametrize(
+    ("code", "at", "told"),
+    [
+        ("apply_failed", "report", "give at='applied'"),
+        ("does_not_fit", "applied", "give at='report'"),
+        ("apply_failed", "aplied", "no step 'aplied'"),
+        ("agreed", "claim", "no step 'claim'"),
+    ],
+)
+def test_a_code_at_a_step_where_it_is_never_heard_is_refused(code, at, told):
+    with pytest.raises(ValueError, match=told):
+        scripted(code, at=at)
+
+
 # The examples
 
 

@@ -107,8 +107,10 @@ async def _until(session: Session, done: Callable[[], bool], timeout_s: float) -
     until_s = loop.time() + timeout_s
     with session.listening(lambda: _wake(loop, changed)):
         while not done() and (left_s := until_s - loop.time()) > 0:
+            # Not wait_for(): until Python 3.12 it loses a cancellation that comes with the change.
             with suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), left_s)
+                async with asyncio.timeout(left_s):
+                    await changed.wait()
             changed.clear()
 
 
@@ -269,6 +271,9 @@ class AsyncRendezvous(Held):
             except (RoundEnded, Superseded) as end:
                 self._told(end)
                 raise
+            finally:
+                if self._steps.left and self._driver is not None:
+                    self._driver.wire.close()  # a call that others left beside has opened it again
 
     async def _say(self, name: str, steps: Flow[None]) -> None:
         if self.mode == "off":

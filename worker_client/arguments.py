@@ -13,11 +13,11 @@ from typing import Literal, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from kvaccord.errors import Invalid, Refused
+from kvaccord.errors import Invalid
 from kvaccord.layout import Groups, Layout
 from kvaccord.messages import Device, EngineWord, Join, Launch
 from worker_client.causes import masked_inputs
-from worker_client.launch import launch_from, parse
+from worker_client.launch import launch_from, parse, surroundings
 
 log = logging.getLogger(__name__)
 Mode = Literal["off", "observe", "enforce"]
@@ -66,21 +66,37 @@ def settle(
     mode: Mode | None,
     trust_env: bool,
 ) -> Arguments:
-    """Arguments come before the environment. Raises a Refused that names what to correct."""
-    env = os.environ
-    url = (url or env.get("KVACCORD_URL") or "").strip()
-    layout = Layout() if layout is None else layout
-    ranks = tuple(ranks)
-    chosen = _mode(mode, url, layout.world_size)
-    off = Arguments("off", ranks, layout)
-    if chosen == "off":
-        return off
+    """Arguments come before the environment. Raises a Refused that names what to correct.
+
+    In the modes off and observe it raises nothing but for a mode that does not exist: what only
+    watches must not be what fails a start.
+    """
+    asked = _asked(mode)
+    given = {
+        "layout": layout,
+        "groups": groups,
+        "engine": engine,
+        "url": url,
+        "namespace": namespace,
+        "launch": launch,
+        "inputs": inputs,
+    }
+    held: tuple[int, ...] = ()
     try:
+        held = _ranks(ranks)
+        for field, value in given.items():
+            _must_be(field, value, *KINDS[field])
+        env = os.environ
+        url = (url or env.get("KVACCORD_URL") or "").strip()
+        layout = Layout() if layout is None else layout
+        chosen = _mode(asked, url, layout.world_size)
+        if chosen == "off":
+            return Arguments("off", held, layout)
         nonce = uuid.uuid4().hex
         join = Join(
-            ranks=ranks,
+            ranks=held,
             layout=layout,
-            groups=_of_each(groups, ranks),
+            groups=_of_each(groups, held),
             nonce=nonce,
             launch=_launch(launch, layout.world_size, nonce),
             mode=chosen,
@@ -109,11 +125,45 @@ def settle(
             trust_env=trust_env,
             proxied=env.get("KVACCORD_PROXIED", "").strip() not in ("", "0"),
         )
-    except Refused as fault:
-        if chosen == "observe":  # what only watches must not be what fails a start
-            log.info("not observed: %s", fault)
-            return off
-        raise
+    except Exception as fault:
+        if asked not in ("off", "observe"):
+            raise
+        log.info("not observed: %s", fault)
+        known = layout if isinstance(layout, Layout) else Layout()
+        return Arguments("off", held, known)
+
+
+# What a value of the wrong type would break before a message could say so.
+KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "layout": ((Layout,), "a kvaccord.Layout: Layout(tp=2)"),
+    "groups": ((Groups, Mapping), "a kvaccord.Groups, or {rank: Groups}"),
+    "engine": ((str,), "a string"),
+    "url": ((str,), "a string: http://HOST:PORT"),
+    "namespace": ((str,), "a string"),
+    "launch": ((Launch, str), "a string, RUN or RUN#RESTART, or a kvaccord.messages.Launch"),
+    "inputs": ((Mapping,), "{name: value}"),
+}
+
+
+def _must_be(field: str, value: object, kinds: tuple[type, ...], what: str) -> None:
+    if value is not None and not isinstance(value, kinds):
+        raise _mistyped(field, value, what)
+
+
+def _ranks(ranks: Iterable[int]) -> tuple[int, ...]:
+    try:
+        return tuple(ranks)
+    except TypeError:
+        raise _mistyped("ranks", ranks, "the ranks of this process: ranks=[0]") from None
+
+
+def _mistyped(field: str, value: object, what: str) -> Invalid:
+    shown = repr(value)[:80]
+    return Invalid(
+        f"join({field}={shown}): it is of type {type(value).__name__}; give {what}",
+        field=field,
+        value=shown,
+    )
 
 
 def _of_each(
@@ -124,15 +174,20 @@ def _of_each(
     return None if groups is None else dict(groups)
 
 
-def _mode(mode: str | None, url: str, world_size: int) -> Mode:
-    """What was asked for; else enforce where there is a coordinator, or a world of one."""
+def _asked(mode: str | None) -> str:
+    """The mode that is asked for; empty where none is."""
     asked = mode or os.environ.get("KVACCORD_MODE", "").strip()
     if asked and asked not in MODES:
         raise Invalid(
             f"KVACCORD_MODE is {asked!r}; it must be off, observe or enforce",
             field="KVACCORD_MODE",
-            value=asked,
+            value=str(asked),
         )
+    return asked
+
+
+def _mode(asked: str, url: str, world_size: int) -> Mode:
+    """What was asked for; else enforce where there is a coordinator, or a world of one."""
     if url:
         return cast(Mode, asked or "enforce")
     if world_size > 1 and asked not in ("", "off"):
@@ -200,7 +255,7 @@ def _launch(launch: Launch | str | None, world_size: int, nonce: str) -> Launch:
         return launch
     if launch is not None:
         return parse(launch)
-    return launch_from(os.environ, world_size=world_size, nonce=nonce)
+    return launch_from(surroundings(), world_size=world_size, nonce=nonce)
 
 
 def _seconds(variable: str, given: float | None) -> float | None:

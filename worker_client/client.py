@@ -208,6 +208,9 @@ class Rendezvous(Held):
             except (RoundEnded, Superseded) as end:
                 self._told(end)
                 raise
+            finally:
+                if self._steps.left and self._driver is not None:
+                    self._driver.wire.close()  # a call that others left beside has opened it again
 
     def _say(self, name: str, steps: Flow[None]) -> None:
         if self.mode == "off":

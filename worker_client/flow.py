@@ -38,6 +38,7 @@ GRACE_S = 60.0  # how much longer than the server's own ends a client waits
 ENTER_S = 1860.0  # before the server has said its own: the default gather end + GRACE_S
 SAY_S = 1.8  # a goodbye to a dead coordinator may delay an exit by 2 s, threads included
 RETRY_AFTER_MAX_S = 60.0
+REFUSED_FORM = (400, 413, 422)  # of what was sent, whoever sent it
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Frozen)
@@ -237,9 +238,11 @@ class _Patience:
             self.call_s *= 2
         self.now_s = answer.now_s
         self.tries += 1
-        if answer.error is None and answer.status in (200, 202):
-            self.pause_s = BACKOFF_MIN_S
-            self.last = f"answered {answer.status}"
+
+    def understood(self, answer: Answer) -> None:
+        """It was answered by a coordinator: only that ends the backing off."""
+        self.pause_s = BACKOFF_MIN_S
+        self.last = f"answered {answer.status}"
 
     def pause(self, again: _Again, *, unless: What | None = None) -> Flow[Answer]:
         """Back off before the next try. Raises NoVerdict when there will be none."""
@@ -291,8 +294,9 @@ def enter(
     *,
     now_s: float,
     patience_s: float | None = None,
+    reserved: Callable[[str], None] = lambda token: None,
 ) -> Flow[Seat]:
-    """Reserve an attempt, then claim the slot."""
+    """Reserve an attempt, then claim the slot. reserved: told the token before it is claimed."""
     path = f"/v1/engines/{namespace}/{engine}"
     patience = _Patience(
         address,
@@ -304,9 +308,29 @@ def enter(
     body = join.model_dump_json(exclude_none=True).encode()
     reserve = Call("POST", f"{path}/join", body, {"Content-Type": "application/json"})
     token, server_s = yield from _ask(reserve, patience, _reserved)
+    reserved(token)
     if patience_s is None:
         patience.deadline_s = patience.now_s + server_s
+    return (yield from _claim(address, namespace, engine, join, token, patience))
 
+
+def claim_again(
+    address: str, namespace: str, engine: str, join: Join, token: str, *, now_s: float
+) -> Flow[Seat | None]:
+    """The seat of a claim whose answer was not heard; None where there is none, or no answer.
+
+    Never raises.
+    """
+    patience = _Patience(address, "no seat", now_s, SAY_S / 2, explicit=True)
+    try:
+        return (yield from _claim(address, namespace, engine, join, token, patience))
+    except (Problem, NoVerdict):
+        return None
+
+
+def _claim(
+    address: str, namespace: str, engine: str, join: Join, token: str, patience: _Patience
+) -> Flow[Seat]:
     def seated(answer: Answer) -> Seat:
         with reading("claim"):
             document = object_in(answer.body)
@@ -324,7 +348,8 @@ def enter(
                 claimed_s=answer.now_s,
             )
 
-    claim = Call("POST", f"{path}/claim", None, {"Kvaccord-Attempt": token})
+    path = f"/v1/engines/{namespace}/{engine}/claim"
+    claim = Call("POST", path, None, {"Kvaccord-Attempt": token})
     return (yield from _ask(claim, patience, seated))
 
 
@@ -438,6 +463,7 @@ def _settle(
         except ValueError as fault:
             news = yield from patience.pause(_Again(f"answered garbage: {fault}"), unless=what)
             continue
+        patience.understood(answer)
         patience.lengthen(remaining_s + GRACE_S)
         pace_s = max(PACE_S, min(wait_s, 1.0))
         if not news.attached and answer.now_s - asked_s < pace_s:
@@ -473,10 +499,19 @@ def check_offer(decision: Decision, reports: Mapping[int, Report]) -> None:
 
 
 def say(
-    seat: Seat, noun: Literal["veto", "leave"], body: bytes, *, now_s: float
+    seat: Seat,
+    noun: Literal["veto", "leave"],
+    body: bytes,
+    *,
+    least: bytes | None = None,
+    now_s: float,
+    deadline_s: float | None = None,
 ) -> Flow[Answer | None]:
-    """Say why this process goes; returns what was answered, None for nobody. Never raises."""
-    deadline_s = now_s + SAY_S
+    """Say why this process goes; returns what was answered, None for nobody. Never raises.
+
+    least: what is said instead, once, where the form of the body is refused.
+    """
+    deadline_s = now_s + SAY_S if deadline_s is None else deadline_s
     while (left_s := deadline_s - now_s) > 0:
         answer = yield Call(
             "PUT",
@@ -485,6 +520,9 @@ def say(
             {**seat.headers, "Content-Type": "application/json"},
             timeout_s=left_s,
         )
+        if answer.error is None and answer.status in REFUSED_FORM and least is not None:
+            body, least, now_s = least, None, answer.now_s
+            continue
         if answer.error is None and 200 <= answer.status < 500:
             return answer
         answer = yield Sleep(min(BACKOFF_MIN_S, max(0.0, deadline_s - answer.now_s)))
@@ -497,10 +535,15 @@ def say(
 
 @dataclass(frozen=True)
 class Standing:
-    """How the sealed round stands. ranks: those that are known to have left or been lost."""
+    """How the sealed round stands. ranks: those that are known to have left or been lost.
+
+    retired: an operator took the plan out of force, for this reason; then it is not whole.
+    """
 
     whole: bool
     ranks: tuple[int, ...] = ()
+    retired: bool = False
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -538,9 +581,14 @@ def standing(seat: Seat, *, now_s: float, patience_s: float | None = None) -> Fl
     def read(answer: Answer) -> Standing:
         with reading("standing"):
             document = object_in(answer.body)
-            if (word := document["standing"]) not in ("whole", "broken"):
+            if (word := document["standing"]) not in ("whole", "broken", "retired"):
                 raise ValueError(f"its standing is {word!r}")
-            return Standing(word == "whole", tuple(map(int, document.get("ranks", ()))))
+            return Standing(
+                word == "whole",
+                tuple(map(int, document.get("ranks", ()))),
+                word == "retired",
+                str(document.get("reason", "")),
+            )
 
     call = Call("POST", f"{seat.path}/serving", None, seat.headers)
     return (yield from _ask(call, _question(seat, "no standing", now_s, patience_s), read))

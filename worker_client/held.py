@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
-from kvaccord.errors import Invalid, Problem, RoundEnded
+from kvaccord.canonical import INT_LIMIT
+from kvaccord.errors import Problem, RoundEnded
 from kvaccord.layout import Layout
 from worker_client import process
 from worker_client.arguments import Arguments, Mode
-from worker_client.causes import cause_text, first_cause
+from worker_client.goodbye import truth, words
 from worker_client.steps import Agreed, Steps
 from worker_client.stopping import OnStop, Stopper, disarm_all
 
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from worker_client.observing import Observer
 
 PHASE_CHARS = 64
+PROGRESS_MAX = INT_LIMIT // 2  # and from there on by one: it never reaches what is refused
+
+log = logging.getLogger(__name__)
 
 Own = Mapping[str, int] | Mapping[int, Mapping[str, int]]
 
@@ -35,11 +40,12 @@ class Held:
         """Use join()."""
         self._said = said
         self._steps = Steps(said)
-        self._stopper = Stopper(on_stop)
+        # Nobody is stopped whose engine goes its own way, and nothing wrong in it may stop a start.
+        self._stopper = Stopper(on_stop if said.mode == "enforce" else "raise")
         self._once = process.OneAtATime()
         self._line: Line | None = None
         self._observer: Observer | None = None
-        self._progress = -1
+        self._progress = -1  # as it was sent
         self._offset = 0
         self._built = False  # in mode observe: applied() was called
 
@@ -83,30 +89,41 @@ class Held:
             raise end
         self._line.tell_phase(body)
 
-    def _phase(self, name: str, progress: int, done: int | None, total: int | None) -> bytes:
-        numbers = {"progress": progress, "done": done, "total": total}
-        for field, number in numbers.items():
-            if number is not None and (not hasattr(number, "__index__") or int(number) < 0):
-                raise Invalid(
-                    f"{field} is {number!r}; it must be a whole number of 0 or more", field=field
-                )
-        # What counts anew in every phase must still only grow: that is what shows progress.
-        progress = int(progress)
-        if progress + self._offset < self._progress:
-            self._offset = self._progress + 1 - progress
-        self._progress = progress + self._offset
-        document: dict[str, Any] = {"phase": str(name)[:PHASE_CHARS], "progress": self._progress}
-        document |= {k: int(n) for k, n in numbers.items() if k != "progress" and n is not None}
+    def _phase(self, name: object, progress: object, done: object, total: object) -> bytes:
+        """A phase is a sign and no more: what is wrong in it is mended, and never ends a start."""
+        document = {
+            "phase": words(name)[:PHASE_CHARS] or "unnamed",
+            "progress": self._grown(whole(progress)),
+        }
+        for field, number in (("done", whole(done)), ("total", whole(total))):
+            if number is not None and number < INT_LIMIT:
+                document[field] = number
         return json.dumps(document).encode()
 
+    def _grown(self, progress: int | None) -> int:
+        """What counts anew in every phase must still only grow: that is what shows progress."""
+        if progress is None:  # no number: no sign of progress
+            self._progress = max(0, self._progress)
+        else:
+            # One that is too large for the wire, as nanoseconds are, counts on from what was sent.
+            if not self._progress <= progress + self._offset <= PROGRESS_MAX:
+                self._offset = self._progress + 1 - progress
+            self._progress = progress + self._offset
+        return self._progress
+
     def _own(self, own: Own | None) -> Agreed:
-        if own is None:
+        try:
+            return Agreed(None, None if own is None else self._rows(own))
+        except Exception as fault:  # nobody checks the engine's own counts; they go back to it
+            log.info("own is %s, no counts by class: %s", type(own).__name__, fault)
             return Agreed(None, None)
+
+    def _rows(self, own: Own) -> dict[int, dict[str, int]]:
         if any(isinstance(row, Mapping) for row in own.values()):
             rows = cast(Mapping[int, Mapping[str, int]], own)
-            return Agreed(None, {rank: dict(row) for rank, row in rows.items()})
+            return {rank: dict(row) for rank, row in rows.items()}
         row = cast(Mapping[str, int], own)
-        return Agreed(None, {rank: dict(row) for rank in self.ranks})
+        return {rank: dict(row) for rank in self.ranks}
 
     # --- what the process is told, and its end --------------------------------------------------
 
@@ -115,7 +132,7 @@ class Held:
             self._stopper.told(end)
 
     def _has_gone(
-        self, fault: BaseException | None, text: str = "", retryable: bool = True
+        self, fault: BaseException | None, text: object = "", retryable: bool = True
     ) -> None:
         process.let_go(self)
         if not self._steps.objected:
@@ -126,9 +143,10 @@ class Held:
             if fault is not None and not self._steps.is_first_cause(end):
                 fault.add_note(f"kvaccord: {said}")
         else:
-            text = text or (cause_text(first_cause(fault)) if fault else "")
-            said = f"{self.engine} round {self.round}: this process objected: {text}"
-        self._stopper.objected(said, retryable=retryable)
+            said = (
+                f"{self.engine} round {self.round}: this process objected: {words(text or fault)}"
+            )
+        self._stopper.objected(said, retryable=truth(retryable))
 
     def _has_entered(self) -> None:
         disarm_all(but=self._stopper)
@@ -155,3 +173,11 @@ class Held:
     def _is_in_child(self) -> None:
         if self._line is not None:
             self._line.hang_up_in_child()
+
+
+def whole(number: Any) -> int | None:
+    """A number of any kind as a whole one of 0 or more; None where it is none."""
+    with suppress(Exception):
+        if not isinstance(number, str | bytes) and int(number) >= 0:
+            return int(number)
+    return None

@@ -57,7 +57,7 @@ class OneAtATime:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may come while its own thread holds it
         self._running: tuple[str, int] | None = None
 
     @property
@@ -66,24 +66,29 @@ class OneAtATime:
 
     @contextmanager
     def call(self, name: str, *, going: bool = False) -> Iterator[None]:
-        """going: a signal handler may say goodbye in the middle of its own thread's call."""
+        """going: a goodbye gets through in the middle of any call, of whichever thread.
+
+        Refused, the cause would be lost: peers would hear that this rank is gone, and not why.
+        """
         self.must_be_parent(name)
         ours = (name, threading.get_ident())
         with self._lock:
             before = self._running
-            if before is not None and not (going and before[1] == ours[1]):
+            if before is not None and not going:
                 raise Invalid(
                     f"{name}() while {before[0]}() runs in thread {before[1]}: one rendezvous is"
-                    " used by one thread or task at a time; only phase() may be called beside"
-                    " another call",
+                    " used by one thread or task at a time; only phase(), and what ends its part,"
+                    " may be called beside another call",
                     field=name,
                 )
-            self._running = ours
+            if before is None:
+                self._running = ours
         try:
             yield
         finally:
             with self._lock:
-                self._running = before
+                if self._running is ours:
+                    self._running = None
 
     def must_be_parent(self, name: str) -> None:
         if self.in_child:

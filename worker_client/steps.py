@@ -16,12 +16,12 @@ from typing import Literal
 from pydantic import BaseModel
 
 from kvaccord.decision import Decision, Frozen
-from kvaccord.errors import Failed, Invalid, NoVerdict, RoundEnded, Superseded
+from kvaccord.errors import Failed, Invalid, NoVerdict, Problem, RoundEnded, Superseded
 from kvaccord.layout import named
 from kvaccord.messages import Applied, Leave, Report, Veto
-from worker_client import alone, flow
+from worker_client import alone, flow, goodbye
 from worker_client.arguments import Arguments
-from worker_client.causes import cause_text, first_cause, masked, masked_inputs
+from worker_client.causes import first_cause, masked_inputs
 from worker_client.flow import Attach, Detach, Fit, Flow, Hear, Seat, Standing
 
 ATTACH_S = 1.0  # join returns with the session up, or without it after so long
@@ -29,7 +29,6 @@ SEALED_CLOSE_S = 1.0
 LEFT_CLOSE_S = 0.2
 GOODBYE_S = 2.0  # a coordinator that is dead or slow delays an exit by no more
 VERDICT_S = 1.0  # the round waits grace_s (0.5) for other causes before it ends
-LONG = 16384  # characters of a text or trace, before it is masked and cut to its size
 
 Reports = Report | Mapping[int, Report]
 Built = Mapping[str, int] | Mapping[int, Mapping[str, int]]
@@ -56,7 +55,7 @@ class Agreed:
     @property
     def entries(self) -> dict[str, int] | None:
         """Entries per cache class, where they are the same on all ranks of this process."""
-        if self.by_rank is None:
+        if not self.by_rank:
             return None
         first, *others = self.by_rank.values()
         if any(row != first for row in others):
@@ -71,10 +70,12 @@ class Steps:
         self.said = said
         self.ranks = said.ranks
         self.seat: Seat | None = None
+        self.token = ""  # of a claim that was sent and not refused: it may have won a seat
         self.decision: Decision | None = None
         self.sealed = False
         self.serves = False
         self.gone = False  # this process's part has ended, and that was said as far as it could be
+        self.left = False  # that was all: its connections are closed
         self.objected = False  # it ended with its own no
         self.end: Frozen | None = None  # and this is what the round then ended with
 
@@ -89,15 +90,23 @@ class Steps:
         if self.alone:
             return
         assert said.join is not None, "only mode off has none"
-        self.seat = yield from flow.enter(
-            said.address,
-            said.namespace,
-            said.engine,
-            said.join,
-            now_s=time.monotonic(),
-            patience_s=said.patience_s,
-        )
+        try:
+            self.seat = yield from flow.enter(
+                said.address,
+                said.namespace,
+                said.engine,
+                said.join,
+                now_s=time.monotonic(),
+                patience_s=said.patience_s,
+                reserved=self._has_reserved,
+            )
+        except Problem:
+            self.token = ""
+            raise
         yield Attach(self.seat, ATTACH_S)
+
+    def _has_reserved(self, token: str) -> None:
+        self.token = token
 
     def report(self, reports: Reports) -> Flow[Agreed]:
         self._must_take_part("report")
@@ -117,8 +126,13 @@ class Steps:
         self._must_take_part("applied")
         if self.decision is None:
             raise Invalid("applied() before report() has returned a plan", field="built")
-        if built is None:
-            raise Invalid("applied() needs what was built: built={class: entries}", field="built")
+        if not isinstance(built, Mapping):
+            raise Invalid(
+                f"applied() built {str(built)[:80]!r}, a {type(built).__name__}; give what was"
+                " built: built={class: entries}, or {rank: {class: entries}}",
+                field="built",
+                value=str(built)[:80],
+            )
         applied = Applied(digest=self.decision.digest, built=dict(built))
         if self.seat is not None:
             yield from flow.build(
@@ -168,19 +182,16 @@ class Steps:
     def veto(
         self, text: str, *, rank: int | None, code: str | None, retryable: bool, trace: str | None
     ) -> Flow[None]:
-        veto = Veto(
-            rank=self.ranks[0] if rank is None else rank,
-            code=code,
-            # Cut first: searching megabytes for secrets would hold the others up.
-            text=masked(text[:LONG]),
-            trace=masked(trace[-LONG:]) if trace else None,
-            retryable=retryable,
+        if trace is None and isinstance(text, BaseException):
+            trace = trace_of(text)
+        veto = goodbye.veto(
+            self.ranks, text, rank=rank, code=code, retryable=retryable, trace=trace
         )
         self.objected = not self.sealed
         yield from self._say("veto", veto)
 
     def leave(self, reason: str | None) -> Flow[None]:
-        yield from self._say("leave", Leave(reason=masked(reason)[:1024] if reason else None))
+        yield from self._say("leave", goodbye.leave(reason))
 
     def going(self, fault: BaseException | None, *, reason: str = "") -> Flow[None]:
         """Say why this process goes, unless it is said."""
@@ -199,16 +210,33 @@ class Steps:
             # A consequence, never a cause: peers that still wait must not be told it as one.
             yield from self.leave(type(first).__name__)
         else:
-            trace = "".join(traceback.format_exception(fault))
             yield from self.veto(
-                cause_text(first), rank=None, code=None, retryable=True, trace=trace
+                goodbye.words(first), rank=None, code=None, retryable=True, trace=trace_of(fault)
             )
 
     def _say(self, noun: Literal["veto", "leave"], message: Veto | Leave) -> Flow[None]:
         self.gone = True
+        now_s = time.monotonic()
+        if self.seat is None and self.token and self.said.join is not None:
+            # A claim that was given up may have won a seat. Nobody would ever sit there, and what
+            # joins next would meet it as a duplicate. Claimed again, it tells its round.
+            self.seat = yield from flow.claim_again(
+                self.said.address,
+                self.said.namespace,
+                self.said.engine,
+                self.said.join,
+                self.token,
+                now_s=now_s,
+            )
         if self.seat is not None:
-            now_s = time.monotonic()
-            answer = yield from flow.say(self.seat, noun, as_bytes(message), now_s=now_s)
+            answer = yield from flow.say(
+                self.seat,
+                noun,
+                as_bytes(message),
+                least=as_bytes(goodbye.least(message)),
+                now_s=time.monotonic(),
+                deadline_s=now_s + flow.SAY_S,
+            )
             if self.objected and answer is not None and answer.status in (200, 202):
                 # Whoever goes before the verdict breaks the collectives of those who have not
                 # heard the cause yet; and who raises because another has gone learns why.
@@ -217,6 +245,7 @@ class Steps:
                 news = yield Hear(what, min(VERDICT_S, left_s))
                 self.end = news.document
         yield Detach(LEFT_CLOSE_S)
+        self.left = True
 
     def is_first_cause(self, end: Frozen) -> bool:
         """Whether a rank of this process was the first to object."""
@@ -227,10 +256,15 @@ class Steps:
     # --- what must be so ------------------------------------------------------------------------
 
     def _of_each_rank(self, reports: Reports) -> dict[int, Report]:
+        if not isinstance(reports, Report | Mapping):
+            raise _no_report("", reports)
         each = {self.ranks[0]: reports} if isinstance(reports, Report) else dict(reports)
-        if sorted(each) != sorted(self.ranks):
+        for rank, report in each.items():
+            if not isinstance(report, Report):
+                raise _no_report(f" of rank {rank}", report)
+        if set(each) != set(self.ranks):
             raise Invalid(
-                f"reports for ranks {sorted(each)} from the process of"
+                f"reports for ranks {sorted(each, key=str)} from the process of"
                 f" {named(self.ranks)}; send one report of each rank: {{rank: report}}",
                 field="reports",
             )
@@ -254,6 +288,22 @@ def _masked(report: Report) -> Report:
         if (inputs := getattr(report, name)) and masked_inputs(inputs) != inputs
     }
     return report.model_copy(update=changed) if changed else report
+
+
+def _no_report(whose: str, given: object) -> Invalid:
+    return Invalid(
+        f"the report{whose} is {str(given)[:80]!r}, a {type(given).__name__}; give a"
+        " kvaccord.Report, or {rank: report}",
+        field="reports",
+        value=str(given)[:80],
+    )
+
+
+def trace_of(fault: BaseException) -> str:
+    """Its traceback as text; empty where one of the exceptions cannot be shown."""
+    with suppress(Exception):
+        return "".join(traceback.format_exception(fault))
+    return ""
 
 
 def as_bytes(message: BaseModel) -> bytes:

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvaccord.decision import Decision, Outcome
-from kvaccord.errors import Problem, Refused, RoundEnded
+from kvaccord.errors import Invalid, Problem, Refused, RoundEnded
 
 RETRYABLE, FINAL = 75, 70  # EX_TEMPFAIL and EX_SOFTWARE. Source: sysexits.h
 # Whoever objected goes after those whom it told: its end breaks their collectives, and they would
 # die of that, in words that name nobody.
 LAST_S = 0.5
+GRACE_MAX_S = 86_400.0
 STDERR = 2  # the descriptor itself: sys.stderr may be replaced, closed, or held by another thread
 
 log = logging.getLogger(__name__)
@@ -69,8 +70,15 @@ class Stopper:
     """Acts once, in a thread of its own, on the first end of a round that it is told."""
 
     def __init__(self, on_stop: OnStop) -> None:
-        if on_stop != "raise" and not isinstance(on_stop, Exit) and not callable(on_stop):
-            raise TypeError(f"on_stop is {on_stop!r}; give 'raise', Exit(grace_s) or a function")
+        """Raises Invalid on what cannot be done."""
+        if isinstance(on_stop, Exit):
+            _check(on_stop)
+        elif not callable(on_stop) and not (isinstance(on_stop, str) and on_stop == "raise"):
+            raise Invalid(
+                f"on_stop is {on_stop!r}; give 'raise', Exit(grace_s) or a function",
+                field="on_stop",
+                value=repr(on_stop),
+            )
         self._on_stop = on_stop
         self._told = False
         self.until_s: float | None = None  # when Exit ends this process
@@ -135,6 +143,28 @@ class Stopper:
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(file=STDERR, all_threads=True)
         os._exit(code)
+
+
+def _check(exit: Exit) -> None:
+    """Said when it is given: when it is needed nobody is left to correct it."""
+    grace_s: object = exit.grace_s
+    if (
+        isinstance(grace_s, bool)
+        or not isinstance(grace_s, int | float)
+        or not 0 <= grace_s <= GRACE_MAX_S
+    ):
+        raise Invalid(
+            f"Exit(grace_s={grace_s!r}): it must be a number of seconds, 0 to {GRACE_MAX_S:.0f}",
+            field="on_stop.grace_s",
+            value=repr(grace_s),
+        )
+    code: object = exit.code
+    if code is not None and (not isinstance(code, int) or not 0 <= code <= 255):
+        raise Invalid(
+            f"Exit(code={code!r}): it must be a whole number, 0 to 255, or None",
+            field="on_stop.code",
+            value=repr(code),
+        )
 
 
 def _retryable(document: Decision | Outcome) -> bool:

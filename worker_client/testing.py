@@ -325,6 +325,7 @@ FAILED = EITHER | {
     "rank_vetoed",
 }
 ABORTED = EITHER | {"apply_failed", "applied_differently"}
+STEPS = ("join", "report", "applied", "serving", "check", "veto", "leave")
 FINAL = {
     "state_floor_exceeds_budget",
     "does_not_fit",
@@ -354,7 +355,7 @@ class Scripted:
         monkeypatch.setattr(my_engine.AsyncRendezvous, "join", scripted("rank_lost").async_join)
 
     code: any verdict, abort or refusal code, "agreed", or "no_verdict".
-    at: "report" or "applied", where both can be meant; "join" for a refusal.
+    at: "report" or "applied", where both can be meant; any step for a refusal or silence.
     """
 
     def __init__(self, code: str, *, at: str | None = None) -> None:
@@ -367,6 +368,17 @@ class Scripted:
             if code in PROBLEMS and code not in FAILED:
                 at = "join"
         self.at = at
+        self._check()
+
+    def _check(self) -> None:
+        """Raise ValueError where this code is never heard at this step: a test of it would pass."""
+        if self.at not in STEPS:
+            raise ValueError(f"no step {self.at!r}; known: {', '.join(STEPS)}")
+        heard: set[str] = {"agreed", "sealed", "no_verdict", *PROBLEMS}
+        heard |= {"report": FAILED, "applied": ABORTED}.get(self.at, set())
+        if self.code not in heard:
+            where = "report" if self.code in FAILED else "applied"
+            raise ValueError(f"{self.code} is never heard at {self.at!r}; give at={where!r}")
 
     def join(self, *, on_stop: OnStop = "raise", **fields: Any) -> Rendezvous:
         """As Rendezvous.join; the coordinator's address is of no matter."""

@@ -115,12 +115,14 @@ class Wire:
         ca_file: str = "",
         trust_env: bool = False,
         proxied: bool = False,
+        answer_max_bytes: int = ANSWER_MAX_BYTES,
     ) -> None:
         self.address = checked(address)
         self.token = token
         self.ca_file = ca_file
         self.trust_env = trust_env
         self.proxied = proxied
+        self.answer_max_bytes = answer_max_bytes
         self._https = httpx.URL(self.address).scheme == "https"
         self._made: httpx.Client | None = None
         self._making = threading.Lock()
@@ -178,7 +180,7 @@ class Wire:
                 body = bytearray()
                 for part in response.iter_raw():
                     body += part
-                    if len(body) > ANSWER_MAX_BYTES:
+                    if len(body) > self.answer_max_bytes:
                         raise httpx.ReadError(f"no end of the answer after {len(body)} bytes")
         # RuntimeError: closed meanwhile. UnicodeError: a host name that no name service takes.
         except (httpx.HTTPError, RuntimeError, UnicodeError) as fault:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -16,13 +17,16 @@ from coordinator.faults import Faults
 from coordinator.page import routes as page
 from coordinator.service import Service
 from kvaccord import __version__
-from kvaccord.errors import TooLarge, Unavailable
+from kvaccord.errors import Problem, TooLarge, Unavailable
 from kvaccord.messages import PROTOCOL
 
 MAX_BODY_BYTES = 2**20
 # A body that is too large is read to its end, up to here: closing on a sender that is still
 # writing would reset the connection, and the sender would never see why.
 MAX_DRAIN_BYTES = 2**28
+# How long the rest of a body is waited for while this coordinator stops; it would wait for it.
+STOPPING_S = 0.5
+STOPPING = "this coordinator is stopping; another one will answer"
 
 
 def create_app(
@@ -64,7 +68,7 @@ def create_app(
     async def readyz(request: Request) -> Response:
         """200 when the store answers and this coordinator takes calls."""
         if service_of(request).stopping:
-            raise Unavailable("this coordinator is stopping; another one will answer")
+            raise Unavailable(STOPPING)
         service = service_of(request)
         await service.check_store()
         return json_response(
@@ -83,6 +87,23 @@ def create_app(
     return app
 
 
+async def _received(receive: Receive, service: Service) -> Message | None:
+    """The next message; None where none comes and the coordinator stops."""
+    while True:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOPPING_S):
+                return await receive()
+        if service.stopping:
+            return None
+
+
+def _refusing(problem: Problem) -> Receive:
+    async def refuse() -> Message:
+        raise HTTPException(problem.http_status) from problem
+
+    return refuse
+
+
 class BodyLimit:
     """Refuses a body above MAX_BODY_BYTES without keeping any of it."""
 
@@ -93,9 +114,13 @@ class BodyLimit:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
             await self._app(scope, receive, send)
             return
+        service: Service = scope["app"].state.service
         body, size = [], 0
         while True:
-            message = await receive()
+            message = await _received(receive, service)
+            if message is None:
+                await self._app(scope, _refusing(Unavailable(STOPPING)), send)
+                return
             if message["type"] == "http.disconnect":
                 return
             size += len(message.get("body", b""))
@@ -112,11 +137,7 @@ class BodyLimit:
                 field="body",
                 value=f"more than {MAX_BODY_BYTES} bytes",
             )
-
-            async def refuse() -> Message:
-                raise HTTPException(problem.http_status) from problem
-
-            await self._app(scope, refuse, send)
+            await self._app(scope, _refusing(problem), send)
             return
         read = iter([{"type": "http.request", "body": b"".join(body), "more_body": False}])
 

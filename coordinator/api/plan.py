@@ -6,7 +6,7 @@ import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Response
-from pydantic import FailFast, Field
+from pydantic import Field
 
 from coordinator.api.common import json_response
 from coordinator.verdict import judge_reports
@@ -36,7 +36,7 @@ class PlanQuestion(Message):
     layout: Layout = Layout()
     spread_limit: Annotated[float, Field(gt=0, le=1)] | None = None
     reports: Annotated[
-        tuple[ReportRow, ...], Field(min_length=1, max_length=MAX_WORLD), FailFast()
+        tuple[ReportRow, ...], Field(min_length=1, max_length=MAX_WORLD, fail_fast=True)
     ]
 
 

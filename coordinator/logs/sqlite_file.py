@@ -59,6 +59,12 @@ class StoreFile:
         self._known: list[tuple[int, int] | None] = []
         with said(self.path):
             _look_at_rights(self.path)
+            if os.path.islink(self._names[-1]):
+                raise refused(
+                    self.path,
+                    f"has a lock, {self._names[-1]}, that is a link",
+                    "remove the link when no coordinator uses the store",
+                )
             self._lock = os.open(self._names[-1], os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 self._take()
@@ -66,6 +72,7 @@ class StoreFile:
                     _read_through(self.path, None if believe else self._witness())
                 else:
                     _look_at_place(self.path)
+                    self._refuse_if_it_was_more()
                     _make(self.path)
             except BaseException:
                 self.release()
@@ -122,6 +129,18 @@ class StoreFile:
             case [store_id, held] if held.isdigit():
                 return store_id.decode(errors="replace"), int(held)
         return None
+
+    def _refuse_if_it_was_more(self) -> None:
+        """Nothing is there, yet the witness knows of entries: that is a loss, not a beginning."""
+        witness = self._witness()
+        if witness and witness[1]:
+            raise refused(
+                self.path,
+                f"{'is empty' if self.path.exists() else 'is missing'}, but {witness[1]} entries"
+                f" were acknowledged, as {self._names[-1]} notes",
+                "bring it back or restore a backup; to accept the loss and begin anew remove"
+                f" {self._names[-1]}",
+            )
 
     def release(self) -> None:
         """Let the next one have it. The lock's file stays: to remove it would race with others."""

@@ -5,6 +5,7 @@ docs/protocol.md, rule 7, has the table that `on_claim` follows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 
 from coordinator.commands import Claim
@@ -15,7 +16,7 @@ from coordinator.rules.settling import end_round, newly_touched, objected, settl
 from kvaccord.errors import DuplicateRank, EngineNameInUse, Superseded
 from kvaccord.layout import named
 from kvaccord.messages import Join
-from kvaccord.plan import differing_maps, disagreeing_groups, first_keys
+from kvaccord.plan import Finding, differing_maps, disagreeing_groups, first_keys
 
 
 def on_claim(engine: Engine, command: Claim) -> tuple[Event, ...]:
@@ -201,26 +202,50 @@ def _differs(round_: Round, attempt: int, join: Join) -> Objected:
 
 
 def _groups_differ(round_: Round, attempt: int, join: Join) -> list[Objected]:
-    joins = {r: m.join for m in round_.seated for r in m.ranks} | dict.fromkeys(join.ranks, join)
-    named_by = {r: (j.groups or {}).get(r) for r, j in joins.items()}
-    return [
-        objected(round_, attempt, f.code, f.ranks, joins[f.ranks[0]].host, f.text)
-        for f in first_keys(disagreeing_groups(named_by))
-        if not {*join.ranks}.isdisjoint(f.ranks)
-    ]
+    before = {r: m.join for m in round_.seated for r in m.ranks}
+    joins = before | dict.fromkeys(join.ranks, join)
+
+    def differences(of: dict[int, Join]) -> list[Finding]:
+        return disagreeing_groups({r: (j.groups or {}).get(r) for r, j in of.items()})
+
+    found = _brought(join, differences(joins), lambda: differences(before))
+    return _inputs_disagree(round_, attempt, joins, found)
 
 
 def _inputs_differ(round_: Round, attempt: int, join: Join) -> list[Objected]:
-    members = {m.ranks[0]: m.join for m in round_.seated if m.join.inputs is not None}
-    if join.inputs is None or not members:
+    before = {m.ranks[0]: m.join for m in round_.seated if m.join.inputs is not None}
+    if join.inputs is None or not before:
         return []
-    if not round_.causes and join.inputs == next(iter(members.values())).inputs:
+    if not round_.causes and join.inputs == next(iter(before.values())).inputs:
         return []  # without a cause those before agree: one of them speaks for all
-    members[join.ranks[0]] = join
+    joins = before | {join.ranks[0]: join}
+
+    def differences(of: dict[int, Join]) -> list[Finding]:
+        return differing_maps("inputs", {r: j.inputs for r, j in of.items()})
+
+    found = _brought(join, differences(joins), lambda: differences(before))
+    return _inputs_disagree(round_, attempt, joins, found)
+
+
+def _brought(
+    join: Join, found: list[Finding], before: Callable[[], list[Finding]]
+) -> list[Finding]:
+    """What this join adds to the differences there were: that may well blame others than itself.
+
+    Of halves the one without the lowest rank is blamed, whoever came last. Where others differed
+    before, who agrees with most adds nothing.
+    """
+    shown = first_keys(found)
+    if shown and before():
+        return [f for f in shown if not {*join.ranks}.isdisjoint(f.ranks)]
+    return shown
+
+
+def _inputs_disagree(
+    round_: Round, attempt: int, joins: dict[int, Join], found: list[Finding]
+) -> list[Objected]:
     return [
-        objected(round_, attempt, found.code, found.ranks, members[found.ranks[0]].host, found.text)
-        for found in first_keys(differing_maps("inputs", {r: j.inputs for r, j in members.items()}))
-        if join.ranks[0] in found.ranks  # who agrees with most adds nothing to what was found
+        objected(round_, attempt, f.code, f.ranks, joins[f.ranks[0]].host, f.text) for f in found
     ]
 
 

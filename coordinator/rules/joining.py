@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from collections.abc import Iterator
 
 from coordinator.commands import Mark, Reserve
 from coordinator.engine import Engine
@@ -16,23 +16,29 @@ from kvaccord.messages import Join
 
 def find_attempt(engine: Engine, join: Join) -> int | None:
     """The attempt already given to this process: a repeated join gets the same answer."""
-    claimed = (m for r in engine.newest_first() for m in r.members.values())
-    known = chain(
-        ((a, r.join) for a, r in engine.reservations.items()),
-        ((m.attempt, m.join) for m in claimed),
-    )
-    for attempt, earlier in known:
-        if (earlier.nonce, earlier.ranks) == (join.nonce, join.ranks):
-            if earlier != join:
-                raise Conflict(
-                    f"nonce {join.nonce} already joined with another document for"
-                    f" {named(join.ranks)}; the first stands: use a new nonce for a new process",
-                    rank=join.ranks[0],
-                    field="nonce",
-                    value=join.nonce,
-                )
-            return attempt
-    return None
+    process = (join.nonce, join.ranks)
+    found = next(_joined_as(engine, process), None)
+    if found is None:
+        return None
+    attempt, earlier = found
+    if earlier != join:
+        raise Conflict(
+            f"nonce {join.nonce} already joined with another document for"
+            f" {named(join.ranks)}; the first stands: use a new nonce for a new process",
+            rank=join.ranks[0],
+            field="nonce",
+            value=join.nonce,
+        )
+    return attempt
+
+
+def _joined_as(engine: Engine, process: tuple[str, tuple[int, ...]]) -> Iterator[tuple[int, Join]]:
+    for attempt, reservation in engine.reservations.items():
+        if (reservation.join.nonce, reservation.join.ranks) == process:
+            yield attempt, reservation.join
+    for round_ in engine.newest_first():
+        if (claimed := round_.attempts.get(process)) is not None:
+            yield claimed, round_.members[claimed].join
 
 
 def on_reserve(engine: Engine, command: Reserve) -> tuple[Event, ...]:
