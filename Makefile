@@ -33,6 +33,7 @@ nightly: test
 	KVACCORD_NIGHT=1 .venv/bin/pytest tests/crash --timeout 0
 	KVACCORD_EXAMPLES_TIMES=30 .venv/bin/pytest tests/properties --timeout 0
 	.venv/bin/python -m tests.crash --engines 200 --kills 100
+	.ci/vllm
 	$(MAKE) night MINUTES=45
 
 # Seed after seed on every core until stopped, or for MINUTES; FROM=SEED goes on from there.
