@@ -1,4 +1,4 @@
-"""One seed, told and judged; or seed after seed: --night [--minutes N] [--from SEED]."""
+"""One seed, told and judged; seed after seed: --night; or without each guard in turn: --guards."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 from tests.simulation.checkers import check
+from tests.simulation.guards import GUARDS, guards
 from tests.simulation.history import History
 from tests.simulation.night import night
 from tests.simulation.states import reached
@@ -25,12 +26,18 @@ def main() -> int:
     parser.add_argument("--judge", type=Path, metavar="FILE", help="judge a history instead")
     parser.add_argument("--mode", choices=["calm", "safety", "liveness"])
     parser.add_argument("--quiet", action="store_true", help="the verdicts alone")
-    parser.add_argument("--night", action="store_true", help="go on by seed, on all cores")
-    parser.add_argument("--minutes", type=float, metavar="N")
+    parser.add_argument("--night", action="store_true", help="go on by seed until it is stopped")
+    parser.add_argument("--minutes", type=float, metavar="N", help="or for so long")
+    parser.add_argument("--cores", type=int, metavar="N", help="on so many; all if not said")
     parser.add_argument("--from", type=int, default=1_000_000, dest="first", metavar="SEED")
+    parser.add_argument(
+        "--guards", nargs="*", choices=GUARDS, metavar="NAME", help="remove these guards, or all"
+    )
     said = parser.parse_args()
+    if said.guards is not None:
+        return guards(said.guards)
     if said.night:
-        return night(minutes=said.minutes, first=said.first)
+        return night(minutes=said.minutes, first=said.first, cores=said.cores)
     if said.judge is not None:
         history = History.read(said.judge)
     elif said.seed is not None:
@@ -39,7 +46,7 @@ def main() -> int:
         history = run(said.seed, said.mode)
         signal.alarm(0)
     else:
-        parser.error("a seed, --judge or --night")
+        parser.error("a seed, --judge, --night or --guards")
     verdicts = check(history)
     if not said.quiet:
         for line in timeline(history):

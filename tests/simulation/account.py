@@ -145,6 +145,7 @@ class Account:
         self.heard: dict[int, list[tuple[int, Event]]] = defaultdict(list)
         self.acknowledged: dict[tuple[str, str, int, float], int] = {}
         self.processes: dict[str, list[tuple[int, Event]]] = defaultdict(list)
+        self.closed: dict[int, int] = {}  # streams that have ended at the coordinator
         self.acks: dict[tuple[str, str, int], int] = {}  # (coordinator, engine, n) -> place
         for at, event in enumerate(history.events):
             self._read(at, event)
@@ -169,6 +170,8 @@ class Account:
                 self.answers.append((at, event))
             case "pushed":
                 self.pushed.append((at, event))
+            case "closed":
+                self.closed[event["x"]] = at
             case "fact":
                 self.heard[event["x"]].append((at, event))
             case "process":
@@ -246,3 +249,8 @@ def healed(account: Account) -> int | None:
 def finish(account: Account) -> int:
     places = (at for at, e in enumerate(account.events) if e["kind"] == "reading back")
     return next(places, len(account.events))
+
+
+def overlap(account: Account) -> bool:
+    """Two coordinators served at once: they share no presence and no clock (issue H)."""
+    return any(e["kind"] == "coordinator" and e["what"] == "second beside" for e in account.events)

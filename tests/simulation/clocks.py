@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.simulation.account import Account, Logged, Round, before, finish
+from tests.simulation.account import Account, Logged, Round, before, finish, overlap
 from tests.simulation.verdicts import TOLERANCE_S, Verdict, checker
 
 TICK_S = 1.0
@@ -17,6 +17,7 @@ AT_ONCE = {"rank_replaced", "superseded", "cancelled"}
 def s9(account: Account, verdict: Verdict) -> None:
     # With two coordinators at once nobody's own clock is the round's.
     absent = [] if overlap(account) else away(account, store=False)
+    unwritable = [] if overlap(account) else without_store(account)
     for generation, engine, round_ in account.rounds():
         for end in (round_.decided, round_.ended):
             if end is None or not account.own(generation, end):
@@ -24,10 +25,12 @@ def s9(account: Account, verdict: Verdict) -> None:
             document = json.loads(end.event["document"])
             said = document.get("verdict", document)
             if said["outcome"] not in ("PASSED", "SEALED"):
-                _not_early(round_, end, said, absent, verdict)
+                _not_early(round_, end, said, [*absent, *unwritable], verdict)
+                if not overlap(account):
+                    _only_stuck(account, generation, engine, round_, end, said, verdict)
         for lost in round_.of("objected", "departed"):
             if account.own(generation, lost):
-                _not_lost_early(account, engine, round_, lost, verdict)
+                _not_lost_early(account, engine, round_, lost, absent, verdict)
 
 
 def _not_early(
@@ -47,6 +50,10 @@ def _not_early(
     codes = {c["code"] for c in said["causes"]} | {said["code"]}
     where = f"round {round_.number} ended as {said['code']} after {served_s:.3f} s"
     if causes:
+        first = causes[0].event["cause"]["code"]
+        verdict.expect(
+            said["code"] == first, f"{where}; its first cause is {first}", causes[0].at, end.at
+        )
         if not codes & AT_ONCE:
             since_s = end.t - causes[0].t
             verdict.expect(
@@ -66,23 +73,74 @@ def _not_early(
         )
 
 
-def _not_lost_early(
-    account: Account, engine: str, round_: Round, lost: Logged, verdict: Verdict
+def _only_stuck(
+    account: Account,
+    generation: Any,
+    engine: str,
+    round_: Round,
+    end: Logged,
+    said: Any,
+    verdict: Verdict,
 ) -> None:
-    """Whoever is suspect has its time to come back."""
+    """Whoever is blamed as stuck showed no sign of progress for stall_s."""
+    stall_s = round_.terms["policy"]["stall_s"]
+    for rank in [c["rank"] for c in said["causes"] if c["code"] == "rank_stuck"]:
+        attempt = round_.slots[rank]
+        signs = [
+            e.t
+            for e in before(round_.of("claimed", "reported", "applied", "decided"), end)
+            if e.event.get("attempt", attempt) == attempt
+        ]
+        verdict.expect(
+            end.t - max(signs) >= stall_s - TICK_S,  # signs are timed by the budget's ticks
+            f"rank {rank} of {engine} is stuck {end.t - max(signs):.3f} s after it showed"
+            f" progress; stall_s is {stall_s:g}",
+            end.at,
+        )
+
+
+def _not_lost_early(
+    account: Account,
+    engine: str,
+    round_: Round,
+    lost: Logged,
+    absent: list[tuple[float, float]],
+    verdict: Verdict,
+) -> None:
+    """Whoever is suspect has its time to come back, in seconds in which a coordinator served."""
     text = lost.event["why"] if lost.kind == "departed" else lost.event["cause"]["text"]
-    if "its session ended and did not come back" not in text:
+    attempt, settings = lost.event["attempt"], account.history.settings
+    mine = [e for e in before(round_.events, lost) if e.event.get("attempt") == attempt]
+    if "its session ended and did not come back" in text:
+        since = [e for e in mine if e.kind == "suspected"][-1]
+    elif "its session is held open by a proxy" in text:
+        since = [e for e in mine if e.kind == "suspected"][-1]
+        settings = settings | dict.fromkeys(
+            ("lost_after_s", "reattach_s"), settings["silent_for_s"]
+        )
+    elif "its session was not opened" in text:
+        if overlap(account):
+            return  # it may wait from its own start for one whose claim another coordinator took
+        since = [e for e in mine if e.kind in ("claimed", "cleared", "serving")][-1]
+    else:
         return
-    attempt = lost.event["attempt"]
-    suspected = [e for e in before(round_.of("suspected"), lost) if e.event["attempt"] == attempt]
     decided = round_.decided
-    since = suspected[-1]
     passed = decided is not None and (decided.n, decided.index) < (since.n, since.index)
-    patience_s = account.history.settings["lost_after_s" if passed else "reattach_s"]
+    patience_s = settings["lost_after_s" if passed or since.kind == "claimed" else "reattach_s"]
+    # A coordinator gives everyone its time anew.
+    starts = [
+        e["t"]
+        for e in account.events[: lost.at]
+        if e["kind"] == "coordinator" and e["what"] == "starts" and e["who"] == lost.by
+    ]
+    since_s = max([since.t, *starts])
+    served_s = lost.t - since_s - spent(absent, since_s, lost.t)
+    # Of a pause a tick of the wait counts, which may be longer than that of a budget.
+    slack_s = max(TOLERANCE_S, patience_s / 20 if served_s < lost.t - since_s else 0.0)
     verdict.expect(
-        lost.t - since.t >= patience_s - TOLERANCE_S,
-        f"attempt {attempt} of {engine} was given up {lost.t - since.t:.3f} s after its session"
-        f" ended, and may be away for {patience_s:g} s",
+        served_s >= patience_s - slack_s,
+        f"attempt {attempt} of {engine} was given up after {served_s:.3f} s in which a coordinator"
+        f" served, and may be away for {patience_s:g} s",
         since.at,
         lost.at,
     )
@@ -124,11 +182,6 @@ def l1(account: Account, verdict: Verdict) -> None:
             )
 
 
-def overlap(account: Account) -> bool:
-    """Two coordinators served at once: they share no presence and no clock (issue H)."""
-    return any(e["kind"] == "coordinator" and e["what"] == "second beside" for e in account.events)
-
-
 def away(account: Account, *, store: bool) -> list[tuple[float, float]]:
     """When no coordinator served (store: with a store that was well). Of a stall a tick counts."""
     spans: list[tuple[float, float]] = []
@@ -140,6 +193,8 @@ def away(account: Account, *, store: bool) -> list[tuple[float, float]]:
         match e["kind"], e.get("what"):
             case "coordinator", "serves":
                 up.add(e["who"])
+            case "coordinator", "drains" if not store:
+                continue  # its own clock runs until it stops
             case "coordinator", "crash" | "stopped" | "drains":
                 up.discard(e["who"])
                 if e["who"] in stalled:
@@ -161,6 +216,19 @@ def away(account: Account, *, store: bool) -> list[tuple[float, float]]:
     if since is not None:
         spans.append((since, account.events[-1]["t"]))
     return spans
+
+
+def without_store(account: Account) -> list[tuple[float, float]]:
+    """When nothing could be written, from when a coordinator must have found that out."""
+    spans: list[tuple[float, float]] = []
+    since: float | None = None
+    for e in account.events:
+        if e["kind"] not in ("mood", "healed", "end"):
+            continue
+        if since is not None:
+            spans.append((since + FORGOTTEN_S, e["t"]))
+        since = e["t"] if e.get("down") or e.get("full") else None
+    return [(a, b) for a, b in spans if a < b]
 
 
 def _is_ill(mood: Any) -> bool:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from tests.simulation.account import Account, Round, before, digest_of, suspects
+from tests.simulation.account import Account, Logged, Round, before, digest_of, suspects
 from tests.simulation.verdicts import Verdict, checker
 
 
@@ -104,7 +104,8 @@ def _read_back(account: Account, verdict: Verdict) -> None:
 
 @checker("S3", "PASSED: all reported, no veto, equal inputs, minima over exactly those reports.")
 def s3(account: Account, verdict: Verdict) -> None:
-    for _, engine, round_ in account.rounds():
+    for generation, engine, round_ in account.rounds():
+        joins = generation.joins
         if round_.decided is None or round_.decided.event["result"] != "PASSED":
             continue
         at = round_.decided.at
@@ -124,13 +125,21 @@ def s3(account: Account, verdict: Verdict) -> None:
         verdict.expect(not no, f"{where} PASSED after a no", at, *[e.at for e in no])
         away = suspects(round_, round_.decided)
         verdict.expect(not away, f"{where} PASSED while {away} were suspect", at)
+        seated = [joins[engine, attempt].event["join"] for attempt in round_.seated]
         if reports.keys() == set(range(round_.world)):
-            for text in _wrong_plan(round_, reports, json.loads(round_.decided.event["document"])):
+            names = {int(r): g for join in seated for r, g in (join.get("groups") or {}).items()}
+            decision = json.loads(round_.decided.event["document"])
+            for text in _wrong_plan(round_, reports, names, decision):
                 verdict.expect(False, f"{where}: {text}", at)
+        said = [join.get("inputs") for join in seated]
+        inputs = {json.dumps(i, sort_keys=True) for i in said if i is not None}
+        verdict.expect(len(inputs) <= 1, f"{where} PASSED, and the inputs of its joins differ", at)
         verdict.saw()
 
 
-def _wrong_plan(round_: Round, reports: dict[int, Any], decision: Any) -> Iterable[str]:
+def _wrong_plan(
+    round_: Round, reports: dict[int, Any], names: dict[int, Any], decision: Any
+) -> Iterable[str]:
     """The planner's arithmetic once more, for the classes that a simulated rank has."""
     for key in ("max_num_seqs", "inputs"):
         if len({json.dumps(r.get(key), sort_keys=True) for r in reports.values()}) > 1:
@@ -138,6 +147,10 @@ def _wrong_plan(round_: Round, reports: dict[int, Any], decision: Any) -> Iterab
     layout = round_.terms["layout"]
     size = layout["pp"] * layout["pcp"] * layout["tp"]
     peers = size * layout["dp"] if layout.get("equal_over") else size
+    if names and names.keys() != reports.keys():
+        yield f"{sorted(reports.keys() - names.keys())} name no groups, and others do"
+        return
+    scheduler = {r: names[r]["scheduler"] if names else r // peers for r in reports}
     fits: dict[int, int] = {}
     for rank, report in reports.items():
         rest = _available(report) - sum(b * n for b, n in _states(report).values())
@@ -146,8 +159,7 @@ def _wrong_plan(round_: Round, reports: dict[int, Any], decision: Any) -> Iterab
         fits[rank] = max(0, rest) // page["entry_bytes"] // many * many
     for row in decision["plan"]["schedulers"]:
         for rank in row["ranks"]:
-            group = range(rank // peers * peers, (rank // peers + 1) * peers)
-            least = min(fits[r] for r in group)
+            least = min(fits[r] for r in reports if scheduler[r] == scheduler[rank])
             if row["entries"]["kv"] != least:
                 yield f"rank {rank} gets {row['entries']['kv']} pages, the minimum is {least}"
             report = reports[rank]
@@ -221,6 +233,20 @@ def s7(account: Account, verdict: Verdict) -> None:
                 said[engine, number, request["attempt"]].add(json.loads(request["body"])["digest"])
             except (ValueError, KeyError, TypeError):
                 continue
+    ended = {
+        (g.store, engine, r.number): r.ended.event["result"]
+        for g, engine, r in account.rounds()
+        if r.ended is not None
+    }
+    for name, notes in account.processes.items():
+        for at, note in notes:
+            if note["what"] == "sealed":
+                document = account.document(note["digest"])
+                key = (document["store_id"], document["engine"], note["round"])
+                verdict.expect(
+                    ended.get(key) == "SEALED", f"{name} serves a round that is not SEALED", at
+                )
+    _another_digest(account, verdict)
     for _, engine, round_ in account.rounds():
         if round_.ended is None or round_.ended.event["result"] != "SEALED":
             continue
@@ -252,29 +278,63 @@ def s7(account: Account, verdict: Verdict) -> None:
             )
 
 
+def _another_digest(account: Account, verdict: Verdict) -> None:
+    """Whoever names another decision is refused."""
+    for at, event in account.answers:
+        _, engine, number, noun = account.call(event["x"])
+        generation = account.generation(at)
+        if noun != "applied" or event["status"] not in (200, 202) or generation is None:
+            continue
+        round_ = generation.rounds.get((engine or "", number or 0))
+        if round_ is not None and round_.decided is not None:
+            said = json.loads(account.requests[event["x"]][1]["body"])["digest"]
+            verdict.expect(
+                said == digest_of(round_.decided),
+                f"{said[:15]} was taken for the decision of {engine} round {number}",
+                at,
+            )
+
+
 @checker("S11", "A decision made under a fault rule says so.")
 def s11(account: Account, verdict: Verdict) -> None:
-    for _, engine, round_ in account.rounds():
+    for generation, engine, round_ in account.rounds():
         for end in (round_.decided, round_.ended):
             if end is None:
                 continue
             touched = [t for e in before(round_.of("touched"), end) for t in e.event["touches"]]
+            document = json.loads(end.event["document"])
+            if document.get("verdict", {}).get("code") == "ranks_missing":
+                touched += _held_back(generation, engine, round_, end)
             shrunk = [
                 rank
                 for e in before(round_.of("reported"), end)
                 for rank in e.event.get("planned", {})
             ]
-            faults = json.loads(end.event["document"])["faults"]
+            faults = document["faults"]
             named = {(f["id"], f["call"]) for f in faults}
             if touched or shrunk:
                 verdict.expect(
-                    {(t["rule"], t["call"]) for t in touched} <= named,
+                    {(t["rule"], t["call"]) for t in touched} <= named or "more_faults" in document,
                     f"{engine} round {round_.number} hides a fault rule",
                     end.at,
                 )
                 kinds = {f["kind"] for f in faults}
                 verdict.expect(
-                    not shrunk or "shrink_memory" in kinds,
+                    not shrunk or "shrink_memory" in kinds or "more_faults" in document,
                     f"{engine} round {round_.number} hides that memory was shrunk",
                     end.at,
                 )
+
+
+def _held_back(generation: Any, engine: str, round_: Round, end: Logged) -> list[Any]:
+    """What fault rules did to joins of this launch that had not claimed yet."""
+    earlier = before(generation.events[engine], end)
+    claimed = [e.event["attempt"] for e in earlier if e.kind == "claimed"]
+    return [
+        touch
+        for e in earlier
+        if e.kind == "reserved"
+        and e.event["join"]["launch"] == round_.terms["launch"]
+        and e.event["attempt"] > max(claimed, default=0)  # else it may have lapsed
+        for touch in e.event.get("touched", ())
+    ]

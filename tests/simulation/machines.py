@@ -6,9 +6,11 @@ import asyncio
 import copy
 import random
 import traceback
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
 from fastapi import FastAPI
@@ -19,12 +21,16 @@ from coordinator.logs import LogUnavailable
 from coordinator.service import Service, Settings
 from kvaccord import Layout, Report
 from kvaccord.errors import KvaccordError, Refused
-from kvaccord.messages import Join, Launch
+from kvaccord.layout import Groups
+from kvaccord.messages import AskedBudgets, Join, Launch
 from tests.simulation.loop import Machine
 from tests.simulation.net import Transport
 from tests.simulation.store import Handle
 from worker_client.aio import AsyncDriver, AsyncRendezvous
 from worker_client.arguments import Arguments
+from worker_client.client import Rendezvous
+from worker_client.driver import Driver
+from worker_client.held import Held
 from worker_client.wire import Wire
 
 if TYPE_CHECKING:
@@ -32,6 +38,9 @@ if TYPE_CHECKING:
 
 CHAOS = "chaos-token"
 STUCK_S = 150.0  # a rank that hangs comes back after all budgets, and hears what became of it
+OBSERVED_S = 20.0  # an engine that is observed goes on for longer than its start takes
+OWN = {"kv": 7}
+Client = Literal["async", "blocking", "observe"]
 ADDRESS = "http://coordinator:8970"
 OPTIONS: dict[str, Any] = {"base_url": ADDRESS, "trust_env": False}
 
@@ -142,6 +151,8 @@ class Start:
     layout: Layout
     engine: str = "llama"
     mode: Any = "enforce"
+    groups: dict[int, Groups] | None = None  # of every rank, where they are no grid
+    budgets: AskedBudgets | None = None
     patience_s: float | None = None
 
 
@@ -149,6 +160,7 @@ class Start:
 class Script:
     """What one process will do. Times are seconds from its own beginning; None: it does not."""
 
+    client: Client = "async"
     after_s: float = 0.0
     load_s: float = 1.0
     phases: int = 1
@@ -166,6 +178,36 @@ class Script:
     pauses: list[tuple[float, float]] = field(default_factory=list)  # (when, for how long)
 
 
+class Blocking:
+    """A blocking rendezvous, told as if it were awaited: one program for both."""
+
+    def __init__(self, said: Arguments, on_stop: Any, driver: Driver) -> None:
+        self._rdzv = Rendezvous._entered(said, on_stop, driver)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._rdzv, name)
+        return partial(_awaited, found) if callable(found) else found
+
+    async def __aenter__(self) -> None:
+        self._rdzv.__enter__()
+
+    async def __aexit__(self, *fault: Any) -> None:
+        self._rdzv.__exit__(*fault)
+
+
+async def _awaited(call: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    return call(*args, **named)
+
+
+def _run(program: Coroutine[Any, Any, None]) -> None:
+    """In a thread: to its end, since nothing in it awaits anything but blocking calls."""
+    try:
+        program.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("a blocking program awaits the loop")
+
+
 class Process:
     """One process of an engine: the shipped client, and what its program does in between."""
 
@@ -179,7 +221,7 @@ class Process:
         self.ended: str | None = None
         self.end = asyncio.Event()
         self.token = ""
-        self.rendezvous: AsyncRendezvous | None = None
+        self.rendezvous: Held | None = None
         self.joined = self.sealed = False
         self.machine.spawn(self._live())
 
@@ -194,13 +236,15 @@ class Process:
             layout=start.layout,
             nonce=f"nonce-{self.name}-{pid}",
             launch=start.launch,
-            mode=start.mode,
+            groups=start.groups and {r: start.groups[r] for r in self.ranks},
+            budgets=start.budgets,
+            mode="observe" if self.script.client == "observe" else start.mode,
             inputs=self.script.inputs,
             host=f"host-{self.ranks[0] // 2}",
             pid=pid,
         )
         return Arguments(
-            mode="enforce",
+            mode="observe" if self.script.client == "observe" else "enforce",
             ranks=self.ranks,
             layout=start.layout,
             engine=start.engine,
@@ -218,13 +262,22 @@ class Process:
             engine=self.start.engine,
             run=self.start.launch.run,
             restart=self.start.launch.restart,
+            client=self.script.client,
         )
         if self.script.dies_s is not None:
             self.world.loop.call_later(self.script.dies_s, self.kill, context=self.world.nobody())
         for at_s, for_s in self.script.pauses:
             self.world.loop.call_later(at_s, self._pause, for_s, context=self.world.nobody())
+        if self.script.client == "async":
+            await self._program(AsyncRendezvous._entered, AsyncDriver, asyncio.sleep)
+        else:
+            threads = self.world.threads
+            blocking = partial(_awaited, Blocking), Driver, partial(_awaited, threads.sleep)
+            threads.Thread(target=_run, args=(self._program(*blocking),), name=self.name).start()
+
+    async def _program(self, enter: Any, driver: Any, sleep: Any) -> None:
         try:
-            await self._go()
+            await self._go(enter, driver, sleep)
             end = "done"
         except KvaccordError as error:
             end = f"{type(error).__name__}: {error}"
@@ -246,50 +299,53 @@ class Process:
             self.world.net.client_died(self.machine, vanished=False)
             self.end.set()
 
-    async def _go(self) -> None:
-        script = self.script
+    async def _go(self, enter: Any, driver: Any, sleep: Any) -> None:
+        script, observes = self.script, self.script.client == "observe"
         wire = _Wire(ADDRESS)
         wire.transport = Transport(self.world.net, self.name, self.machine)
-        driver = AsyncDriver(wire)
-        rdzv = await AsyncRendezvous._entered(self._said(), "raise", driver)
-        self.rendezvous, self.joined = rdzv, True
-        assert rdzv._steps.seat is not None
-        self.token = rdzv._steps.seat.token
-        self._note("entered", round=rdzv.round, attempt=int(self.token.split(".")[1]))
+        rdzv = await enter(self._said(), "raise", driver(wire))
+        if not observes:  # who only observes need not even know whether it has entered
+            self.rendezvous, self.joined = rdzv, True
+            self.token = rdzv._steps.seat.token
+            self._note("entered", round=rdzv.round, attempt=int(self.token.split(".")[1]))
         async with rdzv:
             for n in range(script.phases):
                 await rdzv.phase("load", n + 1)
-                await asyncio.sleep(script.load_s / script.phases)
+                await sleep(script.load_s / script.phases)
             if script.veto == "load":
                 raise RuntimeError("CUDA out of memory while loading")
             if script.leaves == "load":
                 return
             if script.never_reports:
-                await asyncio.sleep(STUCK_S)
-            agreed = await rdzv.report(script.reports)
-            self._note("agreed", digest=agreed.decision.digest, round=rdzv.round)
+                await sleep(STUCK_S)
+            agreed = await rdzv.report(script.reports, own=OWN if observes else None)
+            if not observes:
+                self._note("agreed", digest=agreed.decision.digest, round=rdzv.round)
             if script.veto == "build":
                 raise RuntimeError("hipMalloc failed while building")
-            await asyncio.sleep(script.build_s)
+            await sleep(script.build_s)
             if script.leaves == "build":
                 return
             if script.never_builds:
-                await asyncio.sleep(STUCK_S)
+                await sleep(STUCK_S)
             built = agreed.by_rank
             assert built is not None
             if script.builds_otherwise:
                 built = {r: {k: n + 1 for k, n in row.items()} for r, row in built.items()}
             await rdzv.applied(built=built)
+            if observes:
+                await sleep(script.serves_s or OBSERVED_S)
+                return
             self.sealed = True
             self._note("sealed", digest=agreed.decision.digest, round=rdzv.round)
             self.world.sealed.append(self)
             if script.serves_s is not None:
                 standing = await rdzv.serving()
                 self._note("serves", whole=standing.whole)
-                await asyncio.sleep(script.serves_s / 2)
+                await sleep(script.serves_s / 2)
                 fit = await rdzv.check(script.reports)
                 self._note("checked", fits=fit.fits)
-                await asyncio.sleep(script.serves_s / 2)
+                await sleep(script.serves_s / 2)
 
     def kill(self, *, vanished: bool | None = None) -> None:
         if self.ended is None:

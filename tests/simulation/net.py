@@ -25,6 +25,7 @@ from tests.simulation.threads import Threads
 if TYPE_CHECKING:
     from tests.simulation.machines import Coordinator
 
+BODY_BYTES = 200_000  # a larger one is never a report, and is not told
 KEEPALIVE_S = (6.0, 12.0)  # when the kernel of either side gives up on a silent peer
 
 
@@ -49,6 +50,7 @@ class Link:
     down_cut: bool = False
     clogged: bool = False
     hides: bool = False  # a proxy holds the server's side open
+    strays: bool = False  # its next session request is reset here, and comes there all the same
     route: Coordinator | None = None  # where it leads, if not to the newest
     held: list[Any] = field(default_factory=list)  # what waits in the clog
 
@@ -181,7 +183,7 @@ class Network:
             who=who,
             method=method,
             target=target,
-            body=body.decode(errors="replace") if len(body) < 20_000 else f"{len(body)} bytes",
+            body=body.decode(errors="replace") if len(body) < BODY_BYTES else f"{len(body)} bytes",
             **_token_in(said.get("kvaccord-attempt")),
             after=said.get("last-event-id"),
         )
@@ -198,7 +200,12 @@ class Network:
         self.open[exchange.number] = exchange
         weather, rng = self.weather, self.rng
         fate = rng.random()
-        if fate < weather.lose_request:
+        if link.strays and "/session" in exchange.target:
+            link.strays = False
+            self.history.add("lost", x=exchange.number, what="request, for now; reset")
+            self._later(rng.uniform(0.1, 4.0), self._deliver, exchange)
+            self._later(self._delay_s(), exchange.fail, httpx.ReadError("connection reset"))
+        elif fate < weather.lose_request:
             self.history.add("lost", x=exchange.number, what="request")
         else:
             after_s = self._delay_s()
@@ -301,6 +308,8 @@ class Network:
 
         try:
             await server.app(scope, receive, send)  # type: ignore[arg-type]
+            if exchange.stream:
+                self.history.add("closed", x=exchange.number, at=server.name)
         except Exception as fault:
             self.history.add(
                 "fault", at=server.name, x=exchange.number, text=f"{type(fault).__name__}: {fault}"
@@ -433,7 +442,9 @@ class Network:
         link.route = None
         held, link.held = link.held, []
         for work, *args in held:
-            self._later(0.0, work, *args)
+            # Requests are connections of their own; what came down one of them stays in order.
+            late_s = self._delay_s() if work == self._deliver else 0.0
+            self._later(late_s, work, *args)
 
     def client_died(self, machine: Machine, *, vanished: bool) -> None:
         for exchange in list(self.open.values()):

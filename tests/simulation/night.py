@@ -1,9 +1,10 @@
-"""The long search: seed after seed on every core, until it is stopped or the time is over."""
+"""The long search: seed after seed, until it is stopped or the time is over."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 
 from tests.simulation.checkers import check
 from tests.simulation.states import all_states, reached
+from tests.simulation.trace import paths
 from tests.simulation.world import run
 
 
@@ -34,27 +36,33 @@ def search(seed: int | str) -> Found:
             if verdict.breaches:
                 found.broken.append(f"{verdict.name}: {verdict.breaches[0][0]}")
         found.states = reached(history)
+        found.judged["trace"] = int(any(path.entries for path in paths(history)))
     except Exception as fault:
         found.broken.append(f"{type(fault).__name__}: {fault}")
     return found
 
 
-def searched(seeds: Iterator[int] | range) -> Iterator[Found]:
-    """In the order of the seeds, on all cores. Workers are fresh: nothing is carried over."""
-    cores = len(os.sched_getaffinity(0))
+def searched(seeds: Iterator[int] | range, cores: int | None = None) -> Iterator[Found]:
+    """In the order of the seeds, on all cores if none are said. Workers are fresh processes."""
+    cores = cores or len(os.sched_getaffinity(0))
     with multiprocessing.get_context("spawn").Pool(cores) as pool:
         yield from pool.imap(search, seeds, chunksize=4)
 
 
-def night(*, minutes: float | None, first: int) -> int:
-    """Search on. Returns 0 when every promise held and every state was reached, else 1."""
+def night(*, minutes: float | None, first: int, cores: int | None = None) -> int:
+    """Search on. Returns 0 when every promise held and every state was reached, else 1.
+
+    SIGINT and SIGTERM end it with its account, also where a shell started it in the background.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     began_s, last_s = time.monotonic(), time.monotonic()
     states: Counter[str] = Counter()
     judged: Counter[str] = Counter()
     bugs: list[Found] = []
     worlds = 0
     try:
-        for found in searched(_counting(first)):
+        for found in searched(_counting(first), cores):
             worlds += 1
             states.update(found.states)
             judged.update(found.judged)

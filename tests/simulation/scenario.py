@@ -9,8 +9,9 @@ from coordinator.policies import Policies
 from coordinator.policy import Ends, Policy
 from coordinator.service import Settings
 from kvaccord import Layout, Report, page, state
-from kvaccord.messages import Device
-from tests.simulation.machines import Script, Start
+from kvaccord.layout import Groups
+from kvaccord.messages import AskedBudgets, AskedEnds
+from tests.simulation.machines import Script
 from tests.simulation.net import Weather
 from tests.simulation.store import Mood
 
@@ -27,6 +28,27 @@ def a_mode(rng: Random) -> str:
 
 def a_layout(rng: Random) -> Layout:
     return rng.choice(rng.choices([SMALL, MIDDLE, LARGE, HUGE], [62, 28, 7, 3])[0])
+
+
+def some_groups(rng: Random, layout: Layout) -> dict[int, Groups] | None:
+    """Attention DP inside TP, say: the layout only numbers the ranks, and each names its groups."""
+    world = layout.world_size
+    if rng.random() > 0.1 or layout.equal_over:
+        return None
+    size = rng.choice([n for n in range(1, world + 1) if world % n == 0])
+    within = rng.choice([n for n in range(1, size + 1) if size % n == 0])
+    return {r: Groups(budget=f"b{r // within}", scheduler=f"s{r // size}") for r in range(world)}
+
+
+def some_budgets(rng: Random) -> AskedBudgets | None:
+    """What a join asks for: shorter than the policy, or longer, which changes nothing."""
+    if rng.random() > 0.12:
+        return None
+    return AskedBudgets(
+        gather_s=rng.choice([None, 7.0, 500.0]),
+        report_s=rng.choice([None, AskedEnds(hard=9.0), AskedEnds(soft=4.0)]),
+        apply_s=rng.choice([None, AskedEnds(hard=6.0), AskedEnds(soft=3.0, hard=7.0)]),
+    )
 
 
 def some_settings(rng: Random) -> Settings:
@@ -163,6 +185,7 @@ def a_script(
 
     odd = rng.choice(ODD) if chance() else None
     script = Script(
+        client=rng.choices(["async", "blocking"], [4, 1])[0],
         after_s=rng.choice([0.0, rng.uniform(0, 1), rng.uniform(0, 5)]),
         load_s=rng.choice([0.0, rng.uniform(0, 2), rng.uniform(0, 8)]),
         phases=rng.randint(1, 3),
@@ -198,6 +221,3 @@ def good_script(rng: Random, ranks: tuple[int, ...], common: dict[str, Any]) -> 
         build_s=rng.uniform(0, 0.5),
         reports={rank: a_report(rng, common, None) for rank in ranks},
     )
-
-
-__all__ = ["Device", "Start"]

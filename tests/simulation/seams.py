@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import worker_client.driver
+import worker_client.observing
 import worker_client.process
 import worker_client.session
 import worker_client.wire
@@ -33,6 +34,9 @@ def replaced(loop: VirtualLoop, threads: Threads, seed: str, wall: Wall) -> Iter
         (worker_client.session, "chance", chance),
         (worker_client.session, "threading", threads),
         (worker_client.wire, "threading", threads),
+        (worker_client.wire, "Future", threads.Future),
+        (worker_client.driver, "threading", threads),
+        (worker_client.observing, "threading", threads),
     ]
     collects = gc.isenabled()
     gc.disable()  # what it ends, it ends at no moment of ours

@@ -273,6 +273,20 @@ def _(a: Account) -> bool:
     return False
 
 
+@state("a session request arrives after a later one")
+def _(a: Account) -> bool:
+    latest: dict[tuple[str | None, ...], int] = {}
+    for _, event in a.arrivals:
+        method, engine, _, noun = a.call(event["x"])
+        if (method, noun) == ("GET", "session"):
+            request = a.requests[event["x"]][1]
+            key = engine, request.get("store"), request.get("attempt")
+            if event["x"] < latest.get(key, 0):
+                return True
+            latest[key] = event["x"]
+    return False
+
+
 @state("a process behind a proxy falls silent")
 def _(a: Account) -> bool:
     return any(
@@ -389,6 +403,59 @@ def _(a: Account) -> bool:
 @state("an observed round is sealed")
 def _(a: Account) -> bool:
     return any(r.terms["mode"] == "observe" and r.ended is not None for _, _, r in a.rounds())
+
+
+@state("an observing client is heard")
+def _(a: Account) -> bool:
+    begins = (n for notes in a.processes.values() for _, n in notes if n["what"] == "begins")
+    observed = any(
+        r.terms["mode"] == "observe" and r.ended is not None and r.ended.event["result"] == "SEALED"
+        for _, _, r in a.rounds()
+    )
+    return observed and any(n["client"] == "observe" for n in begins)
+
+
+@state("a blocking client is sealed")
+def _(a: Account) -> bool:
+    return any(
+        notes[0][1].get("client") == "blocking" and any(n["what"] == "sealed" for _, n in notes)
+        for notes in a.processes.values()
+    )
+
+
+@state("named groups are agreed")
+def _(a: Account) -> bool:
+    return any(
+        _passed(r) is not None and '"group"' in r.decided.event["document"]  # type: ignore[union-attr]
+        for _, _, r in a.rounds()
+    )
+
+
+@state("named groups differ")
+def _(a: Account) -> bool:
+    return any("group" in str(e.event) for _, _, r in a.rounds() for e in r.of("objected"))
+
+
+@state("a join shortens the budgets")
+def _(a: Account) -> bool:
+    return any(_shortened(a, r) and _passed(r) is not None for _, _, r in a.rounds())
+
+
+@state("a budget that a join shortened ends")
+def _(a: Account) -> bool:
+    return any(
+        _shortened(a, r) and r.over is not None and "ranks_missing" in r.over.event["document"]
+        for _, _, r in a.rounds()
+    )
+
+
+def _shortened(account: Account, round_: Round) -> bool:
+    return bool(round_.terms["policy"]["gather_s"] < account.history.settings["policy"]["gather_s"])
+
+
+@state("two engines at one coordinator")
+def _(a: Account) -> bool:
+    return len({engine for _, engine, _ in a.rounds()}) > 1
 
 
 @state("16 ranks and more")

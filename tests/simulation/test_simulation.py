@@ -33,6 +33,8 @@ OFTEN = [
     *("a suspect comes back in time", "a stream is resumed", "a member that serves departs"),
     *("append succeeded, its answer was lost", "the store is replaced by an older copy"),
     *("two coordinators decide at once", "coordinator dies after an append"),
+    *("an observing client is heard", "a blocking client is sealed", "named groups are agreed"),
+    *("two engines at one coordinator", "a session request arrives after a later one"),
 ]
 
 

@@ -7,6 +7,7 @@ thread would block, so that the order of everything is the loop's.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextvars
 import threading
 from collections.abc import Callable
@@ -39,10 +40,21 @@ class Threads:
     def Condition(self) -> Condition:
         return Condition(self)
 
+    def Event(self) -> Event:
+        return Event(self)
+
+    @property
+    def Future(self) -> Callable[[], Future]:
+        return lambda: Future(self)
+
     def current_thread(self) -> Thread | None:
         return self.running
 
     # --- ours -----------------------------------------------------------------------------------
+
+    def sleep(self, seconds: float) -> None:
+        """Called by a thread."""
+        _block(self, self.loop.create_future(), seconds)
 
     def block(self, future: asyncio.Future[Any]) -> Any:
         """Called by a thread: let the others run until the future is done."""
@@ -218,6 +230,37 @@ class Condition:
             self._waiting.append(future)
             _block(self._threads, future, left_s)
         return predicate()
+
+
+class Event:
+    def __init__(self, threads: Threads) -> None:
+        self._changed = Condition(threads)
+        self._set = False
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        self._set = True
+        self._changed.notify_all()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self._changed.wait_for(self.is_set, timeout)
+
+
+class Future(concurrent.futures.Future[Any]):
+    """What one thread answers and another, or the loop, waits for."""
+
+    def __init__(self, threads: Threads) -> None:
+        super().__init__()
+        self._threads = threads
+
+    def result(self, timeout: float | None = None) -> Any:
+        if not self.done() and self._threads.running is not None:
+            heard = self._threads.loop.create_future()
+            self.add_done_callback(lambda _: _set(heard))
+            _block(self._threads, heard, timeout)
+        return super().result(0)
 
 
 def _block(threads: Threads, future: asyncio.Future[None], timeout_s: float | None) -> None:

@@ -86,6 +86,9 @@ class Trouble:
             await asyncio.sleep(rng.expovariate(1 / 5))
             share = rng.choice([0.1, 0.5, 1.0])
             hit = net.cut_streams(share, hard=rng.random() < 0.3)
+            if rng.random() < 0.3:
+                for link in hit:
+                    link.strays = True
             if hit and rng.random() < 0.5:
                 # They come back at about the moment in which they are given up.
                 self.world.history.add("link", what="clog", who=[link.name for link in hit])
@@ -185,10 +188,10 @@ class Trouble:
     async def strangers(self, rng: Random) -> None:
         """Who reads, and who calls wrongly."""
         world = self.world
-        base = "/v1/engines/default/llama"
         while True:
             await asyncio.sleep(rng.expovariate(1 / 2.5))
             somebody = self._somebody(rng)
+            base = f"/v1/engines/default/{somebody.start.engine if somebody else 'llama'}"
             token = somebody.token if somebody else "a.1.b"
             number = somebody.rendezvous.round if somebody and somebody.rendezvous else 1
             at = f"{base}/rounds/{number}"

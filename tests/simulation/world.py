@@ -67,6 +67,8 @@ class World:
                     "policy": policy.model_dump(),
                     "reattach_s": self.settings.reattach_s,
                     "lost_after_s": self.settings.lost_after_s,
+                    "silent_for_s": self.settings.proxied_lost_after_s
+                    - self.settings.silent_after_s,
                     "store": "sqlite" if on_sqlite else "memory",
                     "healed_at_s": 0.0 if self.mode == "calm" else None,
                 }
@@ -170,7 +172,7 @@ class World:
         await asyncio.sleep(0.1)
         trouble = Trouble(self)
         trouble.begin()
-        launching = self.loop.create_task(self._launch())
+        launching = self.loop.create_task(self._launch_all())
         if self.mode == "calm":
             await launching
             await self._ended(self.processes, within_s=900.0)
@@ -189,11 +191,17 @@ class World:
             await asyncio.sleep(1.0)  # what follows an end has been done by then
         await self._read_back()
 
-    async def _launch(self) -> None:
-        rng = Random(f"launch/{self.seed}")
+    async def _launch_all(self) -> None:
+        async with asyncio.TaskGroup() as engines:
+            engines.create_task(self._launch("llama"))
+            if self.rng.random() < 0.12:
+                engines.create_task(self._launch("qwen"))
+
+    async def _launch(self, engine: str) -> None:
+        rng = Random(f"launch/{engine}/{self.seed}")
         layout, run, restart = scenario.a_layout(rng), "run-0", 0
         source = rng.choices(["env", "master"], [5, 1])[0]
-        mode = rng.choices(["enforce", "observe"], [9, 1])[0]
+        mode = rng.choices(["enforce", "observe"], [8, 2])[0]
         common = scenario.what_all_share(rng)
         trouble = (
             0.0
@@ -209,11 +217,21 @@ class World:
                 if rng.random() < 0.1:
                     layout = scenario.a_layout(rng)
             launch = Launch(run=run, restart=restart, source=source)
-            start = Start(launch, layout, mode=mode)
+            start = Start(
+                launch,
+                layout,
+                engine,
+                mode,
+                scenario.some_groups(rng, layout),
+                scenario.some_budgets(rng),
+            )
             scripts = [
                 (ranks, a_script(rng, ranks, common, trouble, self.mode != "calm"))
                 for ranks in scenario.ranks_of_processes(rng, layout)
             ]
+            if mode == "observe" and rng.random() < 0.7:  # else it is a raw client that says so
+                for _, script in scripts:
+                    script.client = "observe"
             if self.mode != "calm":
                 self._spoil(rng, start, scripts)
                 if scripts and self.net.signed:  # a death that the proxy hides
@@ -235,15 +253,19 @@ class World:
     def _spoil(
         self, rng: Random, start: Start, scripts: list[tuple[tuple[int, ...], Script]]
     ) -> None:
-        """One never comes up, comes twice, or was started with another layout."""
+        """One never comes up, comes twice, or was started with another layout or no groups."""
         if rng.random() < 0.05:
             scripts.pop(rng.randrange(len(scripts)))
         if scripts and rng.random() < 0.1:
             ranks, script = rng.choice(scripts)
             scripts.append((ranks, replace(script, after_s=rng.uniform(0, 9))))
-        if len(scripts) > 1 and rng.random() < 0.05:
+        if len(scripts) > 1 and rng.random() < (0.3 if start.groups else 0.05):
             ranks, script = scripts.pop()
-            odd = replace(start, layout=scenario.a_layout(rng))
+            odd = replace(start, groups=None)
+            if start.groups is None:
+                odd = replace(start, layout=scenario.a_layout(rng))
+            if rng.random() < 0.2:
+                script.client = "observe"
             if max(ranks) < odd.layout.world_size:
                 self.begin(odd, [(ranks, script)])
 
