@@ -517,6 +517,14 @@ def test_a_difference_names_up_to_32_keys(log):
     assert len(log.decision.causes) + log.decision.document["verdict"]["more_causes"] <= 33
 
 
+def test_true_and_1_are_two_inputs_at_the_claim_too(log):
+    layout = Layout(tp=2)
+    log.claimed(0, layout=layout, inputs={"chunked": True})
+    log.claimed(1, layout=layout, inputs={"chunked": 1})
+    log.spends("grace")
+    assert blamed(log.decision) == [("inputs_disagree", 1, "host-1")]
+
+
 def test_inputs_differ_in_whatever_order_their_ranks_come(log):
     layout = Layout(tp=2)
     log.claimed(1, layout=layout, inputs={"dtype": "bf16"})

@@ -13,6 +13,7 @@ from coordinator.engine import Engine, Member, Reservation, Round, evolve, same_
 from coordinator.events import Cause, Claimed, Event, Objected, Opened, RoundEvent
 from coordinator.rules.members import departures
 from coordinator.rules.settling import end_round, newly_touched, objected, settle
+from kvaccord.canonical import canonical
 from kvaccord.errors import DuplicateRank, EngineNameInUse, Superseded
 from kvaccord.layout import named
 from kvaccord.messages import Join
@@ -216,8 +217,10 @@ def _inputs_differ(round_: Round, attempt: int, join: Join) -> list[Objected]:
     before = {m.ranks[0]: m.join for m in round_.seated if m.join.inputs is not None}
     if join.inputs is None or not before:
         return []
-    if not round_.causes and join.inputs == next(iter(before.values())).inputs:
-        return []  # without a cause those before agree: one of them speaks for all
+    one = next(iter(before.values()))  # without a cause those before agree: it speaks for all
+    # As bytes, for True == 1 in Python and not on the wire.
+    if not round_.causes and canonical(join.inputs) == canonical(one.inputs or {}):
+        return []
     joins = before | {join.ranks[0]: join}
 
     def differences(of: dict[int, Join]) -> list[Finding]:
