@@ -57,9 +57,10 @@ def test_a_call_whose_answer_never_comes_is_repeated_and_counts_once(server: Ser
         first, second = ranks
         between.turn("swallow answers")
         second.go()
-        time.sleep(1.0)
-        found = status(server.url)
-        assert [m["reported"] for m in found["members"]] == [False, True]
+        until_s = time.monotonic() + 15
+        while reported(server) != [False, True]:
+            assert time.monotonic() < until_s, status(server.url)
+            time.sleep(0.1)
         between.turn("pass", cut=True)
         first.go()
         assert len({each.says("reported")["digest"] for each in ranks}) == 1
@@ -67,6 +68,10 @@ def test_a_call_whose_answer_never_comes_is_repeated_and_counts_once(server: Ser
             each.go()
         for each in ranks:
             each.says("sealed")
+
+
+def reported(server: Server) -> list[bool]:
+    return [member["reported"] for member in status(server.url)["members"]]
 
 
 # --- a network of its own -----------------------------------------------------------------------

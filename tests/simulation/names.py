@@ -131,6 +131,7 @@ def _claimed(round_: Round, attempt: int, at: Logged) -> bool:
 
 def refused_for_the_living(account: Account, verdict: Verdict) -> None:
     """A name is in use, a reservation has lapsed: only where somebody lives or has claimed."""
+    arrived = {event["x"]: at for at, event in account.arrivals}
     for at, event in account.answers:
         _, engine, _, noun = account.call(event["x"])
         generation = account.generation(at)
@@ -140,18 +141,26 @@ def refused_for_the_living(account: Account, verdict: Verdict) -> None:
         assert engine is not None
         said = json.loads(event["body"])
         if said["code"] == "engine_name_in_use":
-            _somebody_lives(account, generation, engine, at, event["at"], verdict)
+            # Decided between these two: it may share its entry with the last one's leave.
+            verdict.expect(
+                any(
+                    _somebody_lives(account, generation, engine, place, event["at"])
+                    for place in (arrived[event["x"]], at)
+                ),
+                f"{engine} was refused as in use, and nobody lives",
+                at,
+            )
         elif "has lapsed" in said.get("detail", ""):
             _somebody_claimed(generation, engine, attempt, at, verdict)
 
 
 def _somebody_lives(
-    account: Account, generation: Generation, engine: str, at: int, by: str, verdict: Verdict
-) -> None:
+    account: Account, generation: Generation, engine: str, at: int, by: str
+) -> bool:
     here = [r for (name, _), r in generation.rounds.items() if name == engine and r.opened.at < at]
     logged = [e for e in generation.events[engine] if e.at < at]
     if not here or not logged:
-        return
+        return False
     after = logged[-1]
     next_one = Logged(at, after.t, by, after.n + 1, 0, {"event": ""})
     alive = [a for r in here for a in living(r, next_one)]
@@ -164,7 +173,7 @@ def _somebody_lives(
         and account.closed.get(e["x"], at) >= at
         and account.caller(e["x"], generation) in seated
     ]
-    verdict.expect(alive or held, f"{engine} was refused as in use, and nobody lives", at)
+    return bool(alive or held)
 
 
 def _somebody_claimed(

@@ -336,10 +336,12 @@ def s10(account: Account, verdict: Verdict) -> None:
                 verdict.expect(once, f"entry {entry['n']} of {engine} says one thing twice", at)
         for engine, logged in generation.events.items():
             _said_once(engine, logged, verdict)
+    opened = {event["x"]: at for at, event in account.answers}
     for x, facts in account.heard.items():
         _, engine, number, _ = account.call(x)
         at_request, request = account.requests[x]
-        generation = account.generation(facts[0][0])
+        # Of the store that the stream was opened on: it may be replaced before the last is heard.
+        generation = account.generation(opened[x])
         if generation is None or engine is None or number is None:
             continue
         round_ = generation.rounds.get((engine, number))
