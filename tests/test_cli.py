@@ -56,7 +56,7 @@ def trickling() -> socket.socket:
     listener = socket.create_server(("127.0.0.1", 0))
 
     def answer(caller: socket.socket) -> None:
-        with contextlib.suppress(OSError):
+        with caller, contextlib.suppress(OSError):
             caller.recv(4096)
             caller.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 4000\r\n\r\n")
             while True:
@@ -78,6 +78,7 @@ def test_no_command_waits_for_ever_for_an_answer_that_trickles_in(words: list[st
     with trickling() as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         code, _, complaint = kvaccord(*words, f"--url={url}")
+        listener.shutdown(socket.SHUT_RDWR)
     assert code == 1
     assert "its answer had no end" in complaint
 

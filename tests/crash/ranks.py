@@ -28,7 +28,7 @@ class RankProcess:
         launch: str = "run-1",
         under: Sequence[str] = (),
     ) -> None:
-        self.rank = rank
+        self.engine, self.rank = engine, rank
         names = ["--url", url, "--engine", engine, "--launch", launch]
         numbers = ["--rank", str(rank), "--tp", str(tp)]
         command = [*under, sys.executable, "-m", "tests.crash.rank", *names, *numbers, *options]
@@ -110,10 +110,9 @@ def seal(ranks: Sequence[RankProcess], within_s: float = 30.0) -> None:
         each.says("sealed", within_s)
 
 
-def status(url: str) -> dict[str, Any]:
-    """The last round of the one engine there is."""
+def status(url: str, ranks: Sequence[RankProcess]) -> dict[str, Any]:
+    """The last round of the engine of these ranks."""
     with httpx.Client(base_url=url, trust_env=False) as http:
-        *_, row = http.get("/v1/engines").json()["engines"]
-        path = f"/v1/engines/default/{row['engine']}/rounds/current"
+        path = f"/v1/engines/default/{ranks[0].engine}/rounds/current"
         answer: dict[str, Any] = http.get(path).json()
         return answer

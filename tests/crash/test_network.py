@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,8 +58,8 @@ def test_a_call_whose_answer_never_comes_is_repeated_and_counts_once(server: Ser
         between.turn("swallow answers")
         second.go()
         until_s = time.monotonic() + 15
-        while reported(server) != [False, True]:
-            assert time.monotonic() < until_s, status(server.url)
+        while reported(server, ranks) != [False, True]:
+            assert time.monotonic() < until_s, status(server.url, ranks)
             time.sleep(0.1)
         between.turn("pass", cut=True)
         first.go()
@@ -70,8 +70,10 @@ def test_a_call_whose_answer_never_comes_is_repeated_and_counts_once(server: Ser
             each.says("sealed")
 
 
-def reported(server: Server) -> list[bool]:
-    return [member["reported"] for member in status(server.url)["members"]]
+def reported(server: Server, ranks: Sequence[RankProcess]) -> list[bool]:
+    """Of each rank, in their order."""
+    members = status(server.url, ranks)["members"]
+    return [m["reported"] for m in sorted(members, key=lambda m: m["ranks"])]
 
 
 # --- a network of its own -----------------------------------------------------------------------
