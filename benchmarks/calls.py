@@ -11,8 +11,15 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from worker_client.flow import BACKOFF_MAX_S, BACKOFF_MIN_S, CALL_S
+from worker_client.wire import CONNECT_S
 
 NO_ANSWER = (OSError, EOFError, TimeoutError, asyncio.IncompleteReadError)
+
+
+async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """As the client does it: not longer than CONNECT_S, then anew."""
+    async with asyncio.timeout(CONNECT_S):
+        return await asyncio.open_connection("127.0.0.1", port, limit=2**20)
 
 
 class Calls:
@@ -92,7 +99,7 @@ class Calls:
             if not reader.at_eof() and not writer.is_closing():
                 return reader, writer
             writer.close()
-        return await asyncio.open_connection("127.0.0.1", self.port, limit=2**20)
+        return await connect(self.port)
 
     def close(self) -> None:
         for _, writer in self._idle:

@@ -17,7 +17,7 @@ import uuid
 from collections import Counter
 from typing import Any
 
-from calls import NO_ANSWER, Calls, request
+from calls import NO_ANSWER, Calls, connect, request
 
 from worker_client.flow import BACKOFF_MAX_S, BACKOFF_MIN_S, CALL_S, LONG_POLL_S
 from worker_client.session import CALM_S, QUICK_S, READ_S, REATTACH_S
@@ -224,7 +224,7 @@ class Rank:
 
     async def _attach(self) -> float:
         """Attach once and read to the end. Returns the longest pause before the next try."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._calls.port, limit=2**20)
+        reader, writer = await connect(self._calls.port)
         try:
             again = f"Last-Event-ID: {self._last_id}\r\n" if self._last_id else ""
             writer.write(request("GET", f"{self._path}/session?facts=0", self._token, again))

@@ -27,6 +27,9 @@ from coordinator.settings import Settings
 PORT = 8970
 USAGE = 1
 DRAIN_S = 0.5
+# As many waiting connections as the kernel allows (net.core.somaxconn): all ranks come back at
+# once after a restart, and whom a full queue drops is tried again only after 1, 3, 7, 15 s.
+BACKLOG = 65_535
 
 
 def serve(
@@ -103,6 +106,7 @@ def serve(
         log_config=None,
         access_log=False,
         lifespan="on",
+        backlog=BACKLOG,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=3,
     )
@@ -157,7 +161,7 @@ def _listen(host: str, port: int) -> socket.socket:
     """
     try:
         listener = socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=BACKLOG
         )
     except OSError as error:
         _refuse(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port")
