@@ -25,8 +25,7 @@ SPARE_DESCRIPTORS = 200
 
 async def play(args: argparse.Namespace, coordinator: Coordinator, descriptors: int) -> None:
     ranks = args.engines * args.ranks
-    spare = descriptors - ranks - SPARE_DESCRIPTORS
-    calls = Calls(coordinator.port, at_once=min(args.calls_at_once, spare))
+    calls = Calls(coordinator.port, at_once=descriptors - ranks - SPARE_DESCRIPTORS)
     engines = [Engine(n, args.ranks, calls) for n in range(args.engines)]
     before_s, began_s = coordinator.cpu_s, time.monotonic()
     starts = [asyncio.create_task(e.play(random.uniform(0, args.within_s))) for e in engines]
@@ -106,7 +105,6 @@ def main() -> None:
     parser.add_argument("--pin", action="store_true", help="coordinator on core 0, load on core 1")
     parser.add_argument("--kill-at-half", action="store_true", help="-9 when half have reported")
     parser.add_argument("--down-s", type=float, default=5.0)
-    parser.add_argument("--calls-at-once", type=int, default=1000)
     parser.add_argument("--patience-s", type=float, default=240.0)
     asyncio.run(measure(parser.parse_args()))
 
