@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +36,21 @@ from kvaccord.decision import Decision, Outcome
 from kvaccord.messages import Applied, BuildFailed, Join, Launch
 
 PAGE_BYTES = 1000
+
+# Arguments of Rendezvous.join, each of a type that it never has. (A wrong patience_s is refused by
+# the name of its variable.)
+WRONG: dict[str, Any] = {
+    "ranks": None,
+    "layout": {"tp": 1},
+    "engine": 5,
+    "url": 5,
+    "namespace": b"x",
+    "launch": 5,
+    "inputs": [1],
+    "groups": 5,
+    "device": 5,
+    "on_stop": None,
+}
 
 _nonces = count(1)
 
@@ -204,7 +223,20 @@ def lacking(what: str) -> None:
     """Ends a test that needs what this machine lacks: skipped at home, failed in CI."""
     if os.environ.get("CI"):
         pytest.fail(f"CI lacks {what}")
-    pytest.skip(f"needs {what}")
+    pytest.skip(f"needs {what}")  # a contributor's machine need not have it all; CI's must
+
+
+@contextmanager
+def mounted(disk: Path, *, size: str) -> Iterator[Path]:
+    """A file system of its own in a new folder, no larger than `size`, as mount writes it."""
+    if os.geteuid() != 0:
+        lacking("root, which may mount a file system")
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk], check=True)
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 def is_canonical(body: bytes) -> bool:

@@ -21,6 +21,7 @@ from kvaccord.errors import (
 )
 from kvaccord.layout import Layout
 from kvaccord.messages import Report, Veto, page
+from tests.builders import WRONG
 from tests.fake_coordinator import (
     CLAIMED,
     REPORT,
@@ -479,20 +480,6 @@ def test_a_veto_that_is_refused_for_its_form_is_said_again_in_its_smallest_one(s
     joined(server).veto("out of \u2028memory", code="oom", trace="a trace", retryable=False)
     assert server.words() == ["join", "claim", "veto", "veto"]
     assert server.said("veto") == {"rank": 0, "text": "out of ?memory", "retryable": False}
-
-
-WRONG = {
-    "ranks": None,
-    "layout": {"tp": 1},
-    "engine": 5,
-    "url": 5,
-    "namespace": b"x",
-    "launch": 5,
-    "inputs": [1],
-    "groups": 5,
-    "device": 5,
-    "on_stop": None,
-}
 
 
 @pytest.mark.parametrize("field", WRONG)

@@ -18,6 +18,7 @@ import worker_client.driver  # noqa: F401  loaded once, before anything is timed
 from kvaccord.errors import Aborted, Failed, Invalid, Superseded
 from kvaccord.layout import Layout
 from kvaccord.messages import Phase, Report, page
+from tests.builders import WRONG
 from tests.fake_coordinator import REPORT, WAITING, a_decision, an_outcome, fake_coordinator
 from tests.wire import an_engine
 from worker_client import Rendezvous, Room, Standing
@@ -188,25 +189,13 @@ def test_observe_never_waits_raises_or_stops_whatever_answers(
     assert random.getstate() == before
 
 
-WRONG = {
-    "ranks": None,
-    "layout": {"tp": 1},
-    "engine": 5,
-    "url": 5,
-    "namespace": b"x",
-    "launch": 5,
-    "inputs": [1],
-    "groups": 5,
-    "device": 5,
-    "patience_s": "soon",
-    "on_stop": None,
-}
+ALL_WRONG = WRONG | {"patience_s": "soon"}
 
 
 @pytest.mark.parametrize("mode", ["off", "observe"])
-@pytest.mark.parametrize("field", WRONG)
+@pytest.mark.parametrize("field", ALL_WRONG)
 def test_no_argument_of_whatever_type_fails_a_start_that_is_not_enforced(server, mode, field):
-    rdzv = joined(server, mode=mode, **{field: WRONG[field]})
+    rdzv = joined(server, mode=mode, **{field: ALL_WRONG[field]})
     OBSERVED.append(rdzv)
     with rdzv:
         assert rdzv.report(REPORT, own=5).entries is None

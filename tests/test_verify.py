@@ -17,7 +17,7 @@ from kvaccord import Layout, Report, page, state
 from kvaccord.canonical import canonical, digest
 from kvaccord.layout import Groups
 from tests.builders import Log, a_report
-from tests.test_plan import ANY_REPORTS, starts
+from tests.planning import ANY_REPORTS, starts
 from verifier import Checked, verify
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples/decisions").glob("*.json"))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.builders import lacking
+from tests.builders import mounted
 from tests.crash.server import Server, serving
 from tests.wire import Worker, an_engine
 
@@ -20,15 +18,8 @@ TIGHT = ("--gather-s", "3", "--report-s", "3", "--apply-s", "3", "--lost-after-s
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        lacking("root, which may mount a file system")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=True)
-    try:
+    with mounted(tmp_path / "disk", size="1m") as disk:
         yield disk
-    finally:
-        subprocess.run(["umount", disk], check=True)
 
 
 def a_pair(server: Server) -> list[Worker]:

@@ -3,7 +3,7 @@
 import sys
 
 from tests.model.mistakes import MISTAKES, SCOPES, searched, shipped
-from tests.model.protocol import explore
+from tests.model.search import explore
 
 words = " ".join(sys.argv[1:])
 for name in SCOPES:

@@ -6,8 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from tests.model.protocol import Edit, Found, Process, Rules, Scope, explore
-from tests.model.scopes import LaunchScope, PresenceScope, RoundScope, StaleScope
+from tests.model.log import Process
+from tests.model.rules import Edit, Rules
+from tests.model.scopes.launch import LaunchScope
+from tests.model.scopes.presence import PresenceScope
+from tests.model.scopes.round import RoundScope
+from tests.model.scopes.stale import StaleScope
+from tests.model.search import Found, Scope, explore
 
 Make = Callable[[Rules], Scope]
 

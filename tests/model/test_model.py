@@ -7,7 +7,8 @@ import pytest
 
 from coordinator.engine import Engine, Member, Reservation, Round
 from tests.model.mistakes import MISTAKES, SCOPES, searched, shipped
-from tests.model.protocol import FILES, ROOT, explore
+from tests.model.rules import FILES, ROOT
+from tests.model.search import explore
 
 
 @pytest.mark.parametrize("name", SCOPES)

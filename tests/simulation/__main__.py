@@ -9,9 +9,10 @@ from pathlib import Path
 from types import FrameType
 
 from tests.simulation.checkers import check
-from tests.simulation.guards import GUARDS, guards
+from tests.simulation.guards import guards
 from tests.simulation.history import History
 from tests.simulation.night import night
+from tests.simulation.removals import GUARDS
 from tests.simulation.states import reached
 from tests.simulation.timeline import judged, timeline
 from tests.simulation.world import run

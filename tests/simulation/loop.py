@@ -1,8 +1,8 @@
-"""An asyncio loop on virtual time, shared by machines that can pause and die.
+"""A loop on virtual time (tests/virtual.py), shared by machines that can pause and die.
 
-Time jumps to the next timer; nothing waits in earnest. Every callback belongs to the machine in
-whose context it was scheduled: of a machine that is paused callbacks wait, in their order; of a
-dead one they never run again, which is what kill -9 means.
+Every callback belongs to the machine in whose context it was scheduled: of a machine that is
+paused callbacks wait, in their order; of a dead one they never run again, which is what kill -9
+means.
 """
 
 from __future__ import annotations
@@ -17,18 +17,15 @@ from typing import Any
 
 import httpx
 
-READING_S = 1e-6
+from tests.virtual import Stuck, VirtualLoop
+
 MAX_STEPS = 300_000  # a world of 64 ranks takes some 60,000
-
-
-class Stuck(Exception):
-    """The world waits for nothing, or turns without time passing: a fault of whoever waits."""
 
 
 class Machine:
     """Something that runs by itself: a coordinator, a process of an engine."""
 
-    def __init__(self, loop: VirtualLoop, name: str) -> None:
+    def __init__(self, loop: SharedLoop, name: str) -> None:
         self.loop = loop
         self.name = name
         self.dead = False
@@ -84,41 +81,24 @@ class _Timer(_Gated, asyncio.TimerHandle):
     __slots__ = ("owner",)
 
 
-class VirtualLoop(asyncio.BaseEventLoop):
-    """No sockets and no selector; `executor` carries out what others would give to a thread."""
+class SharedLoop(VirtualLoop):
+    """`executor` carries out what others would give to a thread."""
 
     executor: Callable[[Callable[[], Any], Any], asyncio.Future[Any]]
 
     def __init__(self) -> None:
         super().__init__()
-        self.now_s = 0.0
         self.steps = 0
         self.tasks: list[asyncio.Task[Any]] = []  # strong: no task ends by garbage collection
         self.faults: list[str] = []  # what nobody awaited
-        self._selector = self
         self.set_task_factory(_task)
         self.set_exception_handler(_noted)
-
-    def time(self) -> float:
-        # Whoever waits for the clock to move must see it move, as it does on a real machine.
-        self.now_s += READING_S
-        return self.now_s
-
-    # --- what BaseEventLoop asks of a selector --------------------------------------------------
 
     def select(self, timeout: float | None) -> tuple[()]:
         self.steps += 1
         if self.steps > MAX_STEPS:
             raise Stuck(f"{MAX_STEPS} steps and no end, at {self.now_s:.3f} s")
-        if timeout is None:
-            raise Stuck(f"nothing is ready and nothing is due, at {self.now_s:.3f} s")
-        if timeout > 0:
-            # To the timer exactly: a sum of differences may fall short of it.
-            self.now_s = max(self.now_s, self._scheduled[0]._when)  # type: ignore[attr-defined]
-        return ()
-
-    def _process_events(self, event_list: object) -> None: ...
-    def _write_to_self(self) -> None: ...
+        return super().select(timeout)
 
     # --- scheduling -----------------------------------------------------------------------------
 
@@ -181,7 +161,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         for task in self.tasks:
             if not task.done():  # what woke it fell into the time in which its machine was dead
                 task._log_destroy_pending = False  # type: ignore[attr-defined]
-                with suppress(BaseException):
+                with suppress(BaseException):  # its cleanup may await: nothing runs any more
                     task.get_coro().close()  # type: ignore[union-attr]
         self.tasks.clear()
 

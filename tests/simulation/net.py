@@ -19,7 +19,7 @@ import httpx
 
 from kvaccord.canonical import digest
 from tests.simulation.history import History
-from tests.simulation.loop import Machine, VirtualLoop
+from tests.simulation.loop import Machine, SharedLoop
 from tests.simulation.threads import Threads
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class Exchange:
 
 class Network:
     def __init__(
-        self, loop: VirtualLoop, threads: Threads, history: History, rng: random.Random
+        self, loop: SharedLoop, threads: Threads, history: History, rng: random.Random
     ) -> None:
         self.loop, self.threads, self.history, self.rng = loop, threads, history, rng
         self.weather = Weather()
@@ -225,7 +225,7 @@ class Network:
                 if exchange.fault is not None:
                     raise exchange.fault
                 await exchange.wait(read_s, "answer")
-        except BaseException:
+        except BaseException:  # a cancelled call, too, leaves nothing open
             exchange.close()
             raise
 
@@ -310,7 +310,7 @@ class Network:
             await server.app(scope, receive, send)  # type: ignore[arg-type]
             if exchange.stream:
                 self.history.add("closed", x=exchange.number, at=server.name)
-        except Exception as fault:
+        except Exception as fault:  # no handler may raise: the checker `sound` judges it
             self.history.add(
                 "fault", at=server.name, x=exchange.number, text=f"{type(fault).__name__}: {fault}"
             )

@@ -37,7 +37,7 @@ def search(seed: int | str) -> Found:
                 found.broken.append(f"{verdict.name}: {verdict.breaches[0][0]}")
         found.states = reached(history)
         found.judged["trace"] = int(any(path.entries for path in paths(history)))
-    except Exception as fault:
+    except Exception as fault:  # a night goes on: what breaks a seed is its finding
         found.broken.append(f"{type(fault).__name__}: {fault}")
     return found
 

@@ -16,12 +16,12 @@ import worker_client.observing
 import worker_client.process
 import worker_client.session
 import worker_client.wire
-from tests.simulation.loop import VirtualLoop
+from tests.simulation.loop import SharedLoop
 from tests.simulation.threads import Threads
 
 
 @contextmanager
-def replaced(loop: VirtualLoop, threads: Threads, seed: str, wall: Wall) -> Iterator[None]:
+def replaced(loop: SharedLoop, threads: Threads, seed: str, wall: Wall) -> Iterator[None]:
     """Time, chance and threads are the simulation's; the wall clock is a liar."""
     chance = random.Random(f"chance/{seed}")
     hidden = random.Random(f"secrets/{seed}")
@@ -54,7 +54,7 @@ def replaced(loop: VirtualLoop, threads: Threads, seed: str, wall: Wall) -> Iter
 class Wall:
     """What `time.time()` says: right, until somebody sets the clock."""
 
-    def __init__(self, loop: VirtualLoop) -> None:
+    def __init__(self, loop: SharedLoop) -> None:
         self._loop = loop
         self.offset_s = 1.7e9
 

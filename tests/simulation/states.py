@@ -244,7 +244,7 @@ def _(a: Account) -> bool:
 
 @state("a zombie wakes after its round is over")
 def _(a: Account) -> bool:
-    for who, notes in a.processes.items():
+    for notes in a.processes.values():
         number = next((n["round"] for _, n in notes if n["what"] == "entered"), None)
         for at, note in notes:
             if note["what"] == "wakes" and number is not None:
@@ -252,7 +252,6 @@ def _(a: Account) -> bool:
                 round_ = generation.rounds.get(("default/llama", number)) if generation else None
                 if round_ is not None and round_.over is not None and round_.over.at < at:
                     return True
-        del who
     return False
 
 

@@ -6,8 +6,10 @@ import dataclasses
 
 import pytest
 
-from tests.simulation import guards
-from tests.simulation.guards import FIXED, GUARDS, Moved, broken, known_seeds, removed, search
+from tests.model.rules import Moved
+from tests.simulation.guards import broken, known_seeds, removed, search
+from tests.simulation.removals import FIXED, GUARDS
+from tests.simulation.removals.guard import Guard
 
 CAUGHT = [name for name, guard in GUARDS.items() if not guard.spared]
 
@@ -35,7 +37,7 @@ def test_every_guard_is_where_its_removal_looks_for_it(name):
 
 def test_a_removal_that_finds_nothing_says_so():
     (edit,) = GUARDS["cancelled after the end"].edits
-    gone = guards.Guard("", (edit._replace(old="no such condition"),))
+    gone = Guard("", (edit._replace(old="no such condition"),))
     with (
         pytest.raises(Moved, match=r"orders\.py on_cancel: 0 times 'no such condition'"),
         removed(gone),

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from tests.simulation.loop import VirtualLoop
+from tests.simulation.loop import SharedLoop
 
 
 class Gone(BaseException):
@@ -23,7 +23,7 @@ class Gone(BaseException):
 class Threads:
     """What stands in for the module `threading` in shipped code, and for an executor."""
 
-    def __init__(self, loop: VirtualLoop) -> None:
+    def __init__(self, loop: SharedLoop) -> None:
         self.loop = loop
         self.running: Thread | None = None
         self.all: list[Thread] = []
@@ -76,7 +76,7 @@ class Threads:
                 result = work() if executor is None else executor.submit(work).result()
             except Gone:
                 raise
-            except BaseException as fault:
+            except BaseException as fault:  # whatever it is, for whoever awaits it
                 if not future.done():
                     future.set_exception(fault)
             else:
@@ -193,7 +193,7 @@ class Thread:
             self._context.run(self._work)
         except Gone:
             pass
-        except BaseException as fault:
+        except BaseException as fault:  # a thread that dies of anything is a finding
             self._threads.loop.faults.append(f"thread {self.name} ended with {fault!r}")
         finally:
             self._alive = False

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
-from unittest import mock
 
 from coordinator import commands
 from coordinator.engine import Engine, Round
@@ -27,8 +26,8 @@ from kvaccord import messages
 from kvaccord.canonical import digest
 from kvaccord.decision import Decision
 from kvaccord.errors import Refused
-from tests.model import protocol
-from tests.model.protocol import Rules
+from tests.model import monitors
+from tests.model.rules import Rules
 from tests.simulation.history import History
 
 COMPACTION = {"kept", "still_reserved", "floor"}
@@ -121,8 +120,8 @@ def _accept(rules: Rules, path: Path, events: tuple[Event, ...], keep_rounds: in
         path.used[type(command).__name__] += 1
         after = reduce(rules.engine.evolve, its, engine)
         if _in_scope(after, its):
-            with mock.patch.object(protocol, "_only", MONITORS):
-                protocol.check_entry(_Log(rules), engine, after, command, its)  # type: ignore[arg-type]
+            with monitors.checking(MONITORS):
+                monitors.check_entry(_Log(rules), engine, after, command, its)  # type: ignore[arg-type]
         engine = after
 
 

@@ -18,7 +18,7 @@ import httpx
 from kvaccord.messages import Launch
 from tests.simulation import scenario
 from tests.simulation.history import History
-from tests.simulation.loop import MACHINE, VirtualLoop
+from tests.simulation.loop import MACHINE, SharedLoop
 from tests.simulation.machines import CHAOS, Coordinator, Process, Script, Start
 from tests.simulation.net import Network, Weather
 from tests.simulation.scenario import a_script
@@ -37,7 +37,7 @@ class World:
         self.seed = seed
         self.rng = Random(f"world/{seed}")
         self.mode = mode or scenario.a_mode(self.rng)
-        self.loop = VirtualLoop()
+        self.loop = SharedLoop()
         self.threads = Threads(self.loop)
         self.wall = Wall(self.loop)
         self.history = History(seed, self.mode, now_s=lambda: self.loop.now_s)

@@ -1,0 +1,1 @@
+"""The worlds that are searched. README.md has a table of them."""
